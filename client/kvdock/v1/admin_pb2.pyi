@@ -361,46 +361,34 @@ class ListChunksRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: builtins.int
-    PAGE_SIZE_FIELD_NUMBER: builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
-    page_size: builtins.int
-    """Entries a page. 0 means 1,000; at most 10,000."""
-    page_token: builtins.str
-    """From the page before. Empty: the first page."""
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
-        page_size: builtins.int = ...,
-        page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
 
 Global___ListChunksRequest: typing_extensions.TypeAlias = ListChunksRequest
 
 @typing.final
 class ListChunksResponse(google.protobuf.message.Message):
-    """See ListChunks."""
+    """The next parts, at most 1,000 a message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PARTS_FIELD_NUMBER: builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
-    next_page_token: builtins.str
-    """For the next page. Empty: this was the last."""
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartStatus]:
-        """The page."""
+        """The parts."""
 
     def __init__(
         self,
         *,
         parts: collections.abc.Iterable[Global___PartStatus] | None = ...,
-        next_page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "parts", b"parts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["parts", b"parts"]) -> None: ...
 
 Global___ListChunksResponse: typing_extensions.TypeAlias = ListChunksResponse
 

@@ -45,7 +45,7 @@ class AdminServiceStub(object):
                 request_serializer=kvdock_dot_v1_dot_admin__pb2.ListNamespacesRequest.SerializeToString,
                 response_deserializer=kvdock_dot_v1_dot_admin__pb2.ListNamespacesResponse.FromString,
                 _registered_method=True)
-        self.ListChunks = channel.unary_unary(
+        self.ListChunks = channel.unary_stream(
                 '/kvdock.v1.AdminService/ListChunks',
                 request_serializer=kvdock_dot_v1_dot_admin__pb2.ListChunksRequest.SerializeToString,
                 response_deserializer=kvdock_dot_v1_dot_admin__pb2.ListChunksResponse.FromString,
@@ -81,8 +81,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListChunks(self, request, context):
-        """ListChunks lists the parts of one namespace page by page, in the order in which they were
-        first reserved. What comes and goes meanwhile may or may not be seen; nothing is seen twice.
+        """ListChunks streams the parts of one namespace as they were at one moment, parents before
+        children. Parts that go while the stream is read are left out.
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """
@@ -120,7 +120,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=kvdock_dot_v1_dot_admin__pb2.ListNamespacesRequest.FromString,
                     response_serializer=kvdock_dot_v1_dot_admin__pb2.ListNamespacesResponse.SerializeToString,
             ),
-            'ListChunks': grpc.unary_unary_rpc_method_handler(
+            'ListChunks': grpc.unary_stream_rpc_method_handler(
                     servicer.ListChunks,
                     request_deserializer=kvdock_dot_v1_dot_admin__pb2.ListChunksRequest.FromString,
                     response_serializer=kvdock_dot_v1_dot_admin__pb2.ListChunksResponse.SerializeToString,
@@ -212,7 +212,7 @@ class AdminService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/kvdock.v1.AdminService/ListChunks',

@@ -59,15 +59,15 @@ _AdminServiceListNamespacesType = typing_extensions.TypeVar(
 
 _AdminServiceListChunksType = typing_extensions.TypeVar(
     '_AdminServiceListChunksType',
-    grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryStreamMultiCallable[
         kvdock.v1.admin_pb2.ListChunksRequest,
         kvdock.v1.admin_pb2.ListChunksResponse,
     ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    grpc.aio.UnaryStreamMultiCallable[
         kvdock.v1.admin_pb2.ListChunksRequest,
         kvdock.v1.admin_pb2.ListChunksResponse,
     ],
-    default=grpc.UnaryUnaryMultiCallable[
+    default=grpc.UnaryStreamMultiCallable[
         kvdock.v1.admin_pb2.ListChunksRequest,
         kvdock.v1.admin_pb2.ListChunksResponse,
     ],
@@ -118,7 +118,7 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
             kvdock.v1.admin_pb2.ListNamespacesRequest,
             kvdock.v1.admin_pb2.ListNamespacesResponse,
         ],
-        grpc.UnaryUnaryMultiCallable[
+        grpc.UnaryStreamMultiCallable[
             kvdock.v1.admin_pb2.ListChunksRequest,
             kvdock.v1.admin_pb2.ListChunksResponse,
         ],
@@ -142,7 +142,7 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
             kvdock.v1.admin_pb2.ListNamespacesRequest,
             kvdock.v1.admin_pb2.ListNamespacesResponse,
         ],
-        grpc.aio.UnaryUnaryMultiCallable[
+        grpc.aio.UnaryStreamMultiCallable[
             kvdock.v1.admin_pb2.ListChunksRequest,
             kvdock.v1.admin_pb2.ListChunksResponse,
         ],
@@ -163,8 +163,8 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
     """ListNamespaces lists every registered namespace."""
 
     ListChunks: _AdminServiceListChunksType
-    """ListChunks lists the parts of one namespace page by page, in the order in which they were
-    first reserved. What comes and goes meanwhile may or may not be seen; nothing is seen twice.
+    """ListChunks streams the parts of one namespace as they were at one moment, parents before
+    children. Parts that go while the stream is read are left out.
 
     NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
     """
@@ -188,7 +188,7 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
         kvdock.v1.admin_pb2.ListNamespacesRequest,
         kvdock.v1.admin_pb2.ListNamespacesResponse,
     ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    grpc.aio.UnaryStreamMultiCallable[
         kvdock.v1.admin_pb2.ListChunksRequest,
         kvdock.v1.admin_pb2.ListChunksResponse,
     ],
@@ -226,9 +226,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         self,
         request: kvdock.v1.admin_pb2.ListChunksRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvdock.v1.admin_pb2.ListChunksResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.ListChunksResponse]]:
-        """ListChunks lists the parts of one namespace page by page, in the order in which they were
-        first reserved. What comes and goes meanwhile may or may not be seen; nothing is seen twice.
+    ) -> typing.Union[collections.abc.Iterator[kvdock.v1.admin_pb2.ListChunksResponse], collections.abc.AsyncIterator[kvdock.v1.admin_pb2.ListChunksResponse]]:
+        """ListChunks streams the parts of one namespace as they were at one moment, parents before
+        children. Parts that go while the stream is read are left out.
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """
