@@ -1,0 +1,28 @@
+"""``grpc.health.v1`` as far as a client needs it.
+
+Its two messages have one field each. Writing them out here spares a dependency, and a second
+registration of the same file in protobuf's pool where that dependency is installed too.
+"""
+
+from __future__ import annotations
+
+CHECK = "/grpc.health.v1.Health/Check"
+
+_SERVICE_FIELD = b"\x0a"  # field 1, length-delimited
+_STATUS_FIELD = b"\x08"  # field 1, varint
+_STATUS_NAMES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
+
+
+def request(service: str) -> bytes:
+    """Serialized HealthCheckRequest. ``service`` has at most 127 bytes."""
+    name = service.encode()
+    return _SERVICE_FIELD + bytes([len(name)]) + name if name else b""
+
+
+def status(response: bytes) -> str:
+    """Name of the status in a serialized HealthCheckResponse."""
+    if not response:
+        return _STATUS_NAMES[0]
+    if response[:1] != _STATUS_FIELD or response[1] >= len(_STATUS_NAMES):
+        raise ValueError(f"not a HealthCheckResponse: {response.hex()}")
+    return _STATUS_NAMES[response[1]]

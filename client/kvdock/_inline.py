@@ -1,0 +1,153 @@
+"""Bytes that travel in the stream: the state of one Put and of one Get, without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvdock._verbs import check_size, event_data_messages
+from kvdock.errors import InvalidArgument, WrongLength
+from kvdock.types import ChunkEventData, ChunkStatus
+from kvdock.v1 import cache_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+MESSAGE_BYTES = 1 << 20
+
+
+class PutTransfer:
+    """One Put: what to send and what became of each chunk."""
+
+    def __init__(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        shards: Sequence[ReadableBuffer],
+        *,
+        parent: bytes,
+        group_idx: int | None,
+        kv_worker_id: int,
+        event_data: Sequence[ChunkEventData] | None,
+    ) -> None:
+        if len(keys) != len(shards):
+            raise InvalidArgument(f"put got {len(keys)} keys and {len(shards)} shards")
+        self._shards = [memoryview(shard).cast("B") for shard in shards]
+        self._admitted: list[int] = []
+        self._statuses = [ChunkStatus.FAILED] * len(keys)
+        self.open = cache_pb2.PutRequest(
+            open=cache_pb2.PutOpen(
+                namespace=namespace,
+                group_idx=group_idx,
+                kv_worker_id=kv_worker_id,
+                parent_key=parent,
+                keys=keys,
+                event_data=event_data_messages(event_data),
+            )
+        )
+        """First message to send."""
+        check_size(self.open)
+
+    def feed(self, response: cache_pb2.PutResponse) -> None:
+        """Takes one of the server's answers; the first one says what to send.
+
+        Raises WrongLength if a shard is not as long as the namespace's shards.
+        """
+        if response.WhichOneof("message") == "admission":
+            self._admit(response.admission)
+        else:
+            result = response.result
+            self._statuses[result.chunk] = ChunkStatus(result.status)
+
+    def _admit(self, admission: cache_pb2.PutAdmission) -> None:
+        admitted = []
+        for index, status in enumerate(admission.statuses):
+            if status != types_pb2.CHUNK_STATUS_RESERVED:
+                self._statuses[index] = ChunkStatus(status)
+                continue
+            nbytes = self._shards[index].nbytes
+            if nbytes != admission.shard_bytes:
+                raise WrongLength(
+                    f"shard {index} has {nbytes:,} bytes; a shard of this namespace has "
+                    f"{admission.shard_bytes:,}"
+                )
+            admitted.append(index)
+        self._admitted = admitted
+
+    def data(self) -> Iterator[cache_pb2.PutRequest]:
+        """The messages that carry the admitted shards, in order."""
+        for index in self._admitted:
+            shard = self._shards[index]
+            for start in range(0, shard.nbytes, MESSAGE_BYTES):
+                piece = bytes(shard[start : start + MESSAGE_BYTES])
+                yield cache_pb2.PutRequest(data=cache_pb2.PutData(chunk=index, data=piece))
+
+    def result(self) -> list[ChunkStatus]:
+        """What became of each chunk: STORED, EXISTS, NO_SPACE, PARENT_MISSING or FAILED."""
+        return self._statuses
+
+
+class GetTransfer:
+    """One Get: collects the bytes of each chunk, in the caller's buffers if there are any."""
+
+    def __init__(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        *,
+        group_idx: int | None,
+        kv_worker_id: int,
+        buffers: Sequence[WriteableBuffer] | None = None,
+    ) -> None:
+        if buffers is not None and len(keys) != len(buffers):
+            raise InvalidArgument(f"get got {len(keys)} keys and {len(buffers)} buffers")
+        self._buffers = (
+            None if buffers is None else [memoryview(buffer).cast("B") for buffer in buffers]
+        )
+        self._pieces: list[list[bytes]] = [[] for _ in keys]
+        self._received = [0] * len(keys)
+        self._complete = [False] * len(keys)
+        self.request = cache_pb2.GetRequest(
+            namespace=namespace,
+            group_idx=group_idx,
+            kv_worker_id=kv_worker_id,
+            keys=keys,
+            message_bytes=MESSAGE_BYTES,
+        )
+        """The message to send."""
+        check_size(self.request)
+
+    @property
+    def num_complete(self) -> int:
+        """Chunks that came whole. They are the first ones, since a Get ends at the first miss."""
+        return sum(self._complete)
+
+    def feed(self, response: cache_pb2.GetResponse) -> int:
+        """Takes one of the server's answers. Returns how many bytes it brought.
+
+        Raises WrongLength if the caller's buffer is not as long as the shard.
+        """
+        if response.status != types_pb2.CHUNK_STATUS_RETRIEVED:
+            return 0
+        index, data = response.chunk, response.data
+        start = self._received[index]
+        if self._buffers is None:
+            self._pieces[index].append(data)
+        else:
+            buffer = self._buffers[index]
+            if buffer.nbytes != response.shard_bytes:
+                raise WrongLength(
+                    f"buffer {index} has {buffer.nbytes:,} bytes; a shard of this namespace has "
+                    f"{response.shard_bytes:,}"
+                )
+            buffer[start : start + len(data)] = data
+        self._received[index] = start + len(data)
+        self._complete[index] = self._received[index] == response.shard_bytes
+        return len(data)
+
+    def result(self) -> list[bytes | None]:
+        """For each chunk its bytes, or None if it was not there or came after one that was not."""
+        return [
+            b"".join(pieces) if complete else None
+            for pieces, complete in zip(self._pieces, self._complete, strict=True)
+        ]

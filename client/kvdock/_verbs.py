@@ -1,0 +1,276 @@
+"""Every call as data: the request message, and how its response is read.
+
+Both faces of the client and both ways to send a request, by itself or on a session's stream, use
+these. Nothing here does I/O. What a function's arguments mean stands at the method of
+:class:`kvdock.Client` or :class:`kvdock.Session` that has its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from kvdock.channel import MAX_MESSAGE_BYTES
+from kvdock.errors import InvalidArgument
+from kvdock.types import (
+    ChunkEventData,
+    ChunkResult,
+    ChunkStatus,
+    DeviceAllocation,
+    Evicted,
+    GroupMemory,
+    Hit,
+    Lease,
+    MemoryRegistration,
+    Namespace,
+    NamespaceStatus,
+    Reservation,
+    SessionRole,
+    TransferMode,
+)
+from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
+
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Request, Response, Result]):
+    """A request, and the function that makes the caller's result of its response."""
+
+    request: Request
+    read: Callable[[Response], Result]
+
+
+def check_size(message: Message) -> None:
+    """Raises InvalidArgument if the message is larger than the protocol allows.
+
+    gRPC would refuse it too, but end the whole stream with it.
+    """
+    size = message.ByteSize()
+    if size > MAX_MESSAGE_BYTES:
+        raise InvalidArgument(
+            f"{type(message).__name__} takes {size:,} bytes and a message at most "
+            f"{MAX_MESSAGE_BYTES:,}: name fewer chunks in one call"
+        )
+
+
+def milliseconds(seconds: float | None) -> int:
+    """0, which stands for the server's default, if None."""
+    return 0 if seconds is None else max(1, round(seconds * 1000))
+
+
+def open_session(
+    engine_id: str,
+    role: SessionRole,
+    worker_id: int,
+    kv_worker_id: int,
+    ttl: float | None,
+    client: str,
+) -> session_pb2.OpenRequest:
+    """The first message of a session."""
+    return session_pb2.OpenRequest(
+        engine_id=engine_id,
+        role=session_pb2.SessionRole.ValueType(role),
+        worker_id=worker_id,
+        kv_worker_id=kv_worker_id,
+        ttl_ms=milliseconds(ttl),
+        client=client,
+    )
+
+
+def register_namespace(
+    namespace: Namespace,
+) -> Call[cache_pb2.RegisterNamespaceRequest, cache_pb2.RegisterNamespaceResponse, bool]:
+    return Call(
+        cache_pb2.RegisterNamespaceRequest(namespace=namespace.to_proto()),
+        lambda response: response.created,
+    )
+
+
+def lookup(
+    namespace: str, keys: Sequence[bytes], readers: int, probe: bool, ttl: float | None
+) -> Call[cache_pb2.LookupRequest, cache_pb2.LookupResponse, Hit]:
+    return Call(
+        cache_pb2.LookupRequest(
+            namespace=namespace,
+            keys=keys,
+            readers=readers,
+            probe=probe,
+            ttl_ms=milliseconds(ttl),
+        ),
+        Hit.from_proto,
+    )
+
+
+def free_locks(
+    lease: Lease | int, first: int, end: int, reader: int | None, group_idx: int | None
+) -> Call[cache_pb2.FreeLocksRequest, cache_pb2.FreeLocksResponse, int]:
+    locks = cache_pb2.LockRange(
+        lease_id=_lease_id(lease),
+        first_chunk=first,
+        end_chunk=end,
+        reader=reader,
+        group_idx=group_idx,
+    )
+    return Call(cache_pb2.FreeLocksRequest(locks=[locks]), lambda response: sum(response.released))
+
+
+def reserve(
+    namespace: str,
+    keys: Sequence[bytes],
+    parent: bytes,
+    group_idx: int | None,
+    event_data: Sequence[ChunkEventData] | None,
+) -> Call[cache_pb2.ReserveRequest, cache_pb2.ReserveResponse, Reservation]:
+    return Call(
+        cache_pb2.ReserveRequest(
+            namespace=namespace,
+            group_idx=group_idx,
+            parent_key=parent,
+            keys=keys,
+            event_data=event_data_messages(event_data),
+        ),
+        Reservation.from_proto,
+    )
+
+
+def commit(
+    reservation: Reservation | int, chunks: Sequence[int] | None
+) -> Call[cache_pb2.CommitRequest, cache_pb2.CommitResponse, list[ChunkStatus]]:
+    if chunks is not None and not chunks:
+        # On the wire no chunk at all means every chunk.
+        raise InvalidArgument("commit names no chunks; pass None for all that are still open")
+    return Call(
+        cache_pb2.CommitRequest(reservation_id=_reservation_id(reservation), chunks=chunks),
+        lambda response: _statuses(response.statuses),
+    )
+
+
+def abort(
+    reservation: Reservation | int,
+) -> Call[cache_pb2.AbortRequest, cache_pb2.AbortResponse, int]:
+    return Call(
+        cache_pb2.AbortRequest(reservation_id=_reservation_id(reservation)),
+        lambda response: response.aborted,
+    )
+
+
+def store(
+    namespace: str,
+    keys: Sequence[bytes],
+    block_ids: Sequence[int],
+    parent: bytes,
+    group_idx: int | None,
+    ready_event: bytes,
+    event_data: Sequence[ChunkEventData] | None,
+) -> Call[cache_pb2.StoreRequest, cache_pb2.StoreResponse, list[ChunkStatus]]:
+    return Call(
+        cache_pb2.StoreRequest(
+            namespace=namespace,
+            group_idx=group_idx,
+            parent_key=parent,
+            keys=keys,
+            block_ids=block_ids,
+            ready_event=ready_event,
+            event_data=event_data_messages(event_data),
+        ),
+        lambda response: _statuses(response.statuses),
+    )
+
+
+def retrieve(
+    lease: Lease | int,
+    first: int,
+    end: int,
+    group_idx: int | None,
+    kv_worker_id: int,
+    reader: int,
+    block_ids: Sequence[int],
+    skip_blocks: int,
+    ready_event: bytes,
+) -> Call[cache_pb2.RetrieveRequest, cache_pb2.RetrieveResponse, list[ChunkResult]]:
+    return Call(
+        cache_pb2.RetrieveRequest(
+            lease_id=_lease_id(lease),
+            group_idx=group_idx,
+            first_chunk=first,
+            end_chunk=end,
+            kv_worker_id=kv_worker_id,
+            reader=reader,
+            block_ids=block_ids,
+            skip_blocks=skip_blocks,
+            ready_event=ready_event,
+        ),
+        lambda response: [ChunkResult.from_proto(chunk) for chunk in response.chunks],
+    )
+
+
+def register_memory(
+    namespace: str,
+    allocations: Sequence[DeviceAllocation],
+    groups: Sequence[GroupMemory],
+    mode: TransferMode,
+) -> Call[
+    session_pb2.RegisterMemoryRequest, session_pb2.RegisterMemoryResponse, MemoryRegistration
+]:
+    return Call(
+        session_pb2.RegisterMemoryRequest(
+            namespace=namespace,
+            mode=types_pb2.TransferMode.ValueType(mode),
+            allocations=[allocation.to_proto() for allocation in allocations],
+            groups=[group.to_proto() for group in groups],
+        ),
+        MemoryRegistration.from_proto,
+    )
+
+
+def status() -> Call[admin_pb2.StatusRequest, admin_pb2.StatusResponse, admin_pb2.StatusResponse]:
+    return Call(admin_pb2.StatusRequest(), lambda response: response)
+
+
+def namespaces() -> Call[
+    admin_pb2.ListNamespacesRequest, admin_pb2.ListNamespacesResponse, list[NamespaceStatus]
+]:
+    return Call(
+        admin_pb2.ListNamespacesRequest(),
+        lambda response: [NamespaceStatus.from_proto(entry) for entry in response.namespaces],
+    )
+
+
+def list_chunks(namespace: str) -> admin_pb2.ListChunksRequest:
+    return admin_pb2.ListChunksRequest(namespace=namespace)
+
+
+def clear(namespace: str) -> Call[admin_pb2.ClearRequest, admin_pb2.ClearResponse, int]:
+    return Call(admin_pb2.ClearRequest(namespace=namespace), lambda response: response.parts)
+
+
+def evict(nbytes: int) -> Call[admin_pb2.EvictRequest, admin_pb2.EvictResponse, Evicted]:
+    return Call(
+        admin_pb2.EvictRequest(bytes=nbytes),
+        lambda response: Evicted(response.parts, response.bytes),
+    )
+
+
+def event_data_messages(
+    event_data: Sequence[ChunkEventData] | None,
+) -> list[types_pb2.ChunkEventData]:
+    """The messages; none for None."""
+    return [data.to_proto() for data in event_data or ()]
+
+
+def _lease_id(lease: Lease | int) -> int:
+    return lease.id if isinstance(lease, Lease) else lease
+
+
+def _reservation_id(reservation: Reservation | int) -> int:
+    return reservation.id if isinstance(reservation, Reservation) else reservation
+
+
+def _statuses(values: Sequence[int]) -> list[ChunkStatus]:
+    return [ChunkStatus(value) for value in values]

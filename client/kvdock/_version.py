@@ -1,0 +1,3 @@
+"""Version of this library."""
+
+__version__ = "0.1.0"

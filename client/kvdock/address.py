@@ -1,0 +1,106 @@
+"""Addresses of servers, and where the server of this host is found when nobody says where.
+
+One spelling for people and programs: ``unix:///run/user/1000/kvdock.sock`` for a Unix socket,
+``host:port`` for TCP.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdock.errors import InvalidArgument
+
+ENVIRONMENT_VARIABLE = "KVDOCK_ADDRESS"
+SOCKET_NAME = "kvdock.sock"
+
+# sizeof(sockaddr_un.sun_path) on Linux, less the terminating zero.
+_MAX_SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens. ``str()`` gives the canonical spelling."""
+
+    text: str
+    """Canonical spelling: ``unix:///path`` or ``host:port``."""
+    target: str
+    """What gRPC is given."""
+    socket_path: Path | None
+    """Path of the Unix socket; None for TCP."""
+    is_local: bool
+    """True if the server is on this host: a Unix socket or a loopback address."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def default_address() -> str:
+    """Address of this host's server: ``$KVDOCK_ADDRESS``, else the Unix socket of this user."""
+    return os.environ.get(ENVIRONMENT_VARIABLE) or f"unix://{default_socket_path()}"
+
+
+def default_socket_path() -> Path:
+    """``$XDG_RUNTIME_DIR/kvdock.sock``, else ``/tmp/kvdock-<uid>/kvdock.sock``."""
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime_dir) if runtime_dir else Path(f"/tmp/kvdock-{os.getuid()}")
+    return folder / SOCKET_NAME
+
+
+def parse(address: str) -> Address:
+    """Understands ``unix:///path``, ``unix:path``, ``/path``, ``host:port``, ``tcp://host:port``.
+
+    Raises InvalidArgument for anything else.
+    """
+    text = address.strip()
+    if text.startswith("unix:"):
+        rest = text.removeprefix("unix:")
+        return _unix(rest.removeprefix("//") if rest.startswith("///") else rest, address)
+    if text.startswith("/"):
+        return _unix(text, address)
+    return _tcp(text.removeprefix("tcp://"), address)
+
+
+def _unix(path_text: str, given: str) -> Address:
+    if not path_text or path_text.startswith("//"):
+        raise InvalidArgument(
+            f"address {given!r} names no socket; write unix:///path/to/{SOCKET_NAME}"
+        )
+    path = Path(path_text).absolute()
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+        raise InvalidArgument(
+            f"socket path {str(path)!r} is {len(os.fsencode(path))} bytes long; the kernel takes "
+            f"at most {_MAX_SOCKET_PATH_BYTES}, choose a shorter one"
+        )
+    return Address(
+        text=f"unix://{path}",
+        target=f"unix:{urllib.parse.quote(str(path))}",
+        socket_path=path,
+        is_local=True,
+    )
+
+
+def _tcp(host_port: str, given: str) -> Address:
+    host, colon, port_text = host_port.rpartition(":")
+    if not colon or not host or not port_text.isascii() or not port_text.isdigit():
+        raise InvalidArgument(
+            f"address {given!r} is neither host:port nor unix:///path/to/{SOCKET_NAME}"
+        )
+    if not 0 < int(port_text) < 65536:
+        raise InvalidArgument(f"address {given!r}: port {port_text} is not in 1 to 65535")
+    if "/" in host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
+        raise InvalidArgument(f"address {given!r}: write an IPv6 host as [::1]:{port_text}")
+    text = f"{host}:{int(port_text)}"
+    return Address(text=text, target=text, socket_path=None, is_local=_is_loopback(host))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

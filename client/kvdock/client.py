@@ -1,0 +1,334 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import grpc
+
+from kvdock import _health, _verbs
+from kvdock._idle import Cancellable, IdleLimit
+from kvdock._inline import GetTransfer, PutTransfer
+from kvdock._verbs import Call, Request, Response, Result
+from kvdock._version import __version__
+from kvdock.address import Address, default_address, parse
+from kvdock.channel import options
+from kvdock.errors import DeadlineExceeded, from_rpc_error
+from kvdock.session import Session
+from kvdock.types import (
+    ChunkEventData,
+    ChunkStatus,
+    Evicted,
+    Hit,
+    Lease,
+    Namespace,
+    NamespaceStatus,
+    PartStatus,
+    SessionRole,
+)
+from kvdock.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, session_pb2_grpc
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+DEFAULT_TIMEOUT = 5.0
+"""Seconds."""
+
+Progress = Callable[[int], None]
+"""Is told the bytes moved since it was last told."""
+
+
+class Client:
+    """A server, asked call by call. Thread-safe; connects when it is first used.
+
+    ``address`` is the server's; None finds the one of this host (:mod:`kvdock.address`). Each call
+    takes at most ``timeout`` seconds (in put and get, each pause does) and raises a subclass of
+    KVDockError.
+    """
+
+    def __init__(self, address: str | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self.address: Address = parse(address or default_address())
+        self.timeout = timeout
+        self._channel = grpc.insecure_channel(self.address.target, options(self.address))
+        self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+    def register_namespace(self, namespace: Namespace, *, timeout: float | None = None) -> bool:
+        """Makes a namespace known. Idempotent: False if it was known before.
+
+        Raises NamespaceConflict if it is known with other contents.
+        """
+        call = _verbs.register_namespace(namespace)
+        return self._call(self._cache.RegisterNamespace, call, timeout)
+
+    def lookup(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        *,
+        readers: int = 1,
+        probe: bool = False,
+        ttl: float | None = None,
+        timeout: float | None = None,
+    ) -> Hit:
+        """How many of the prompt's chunks, from the first on, are cached; and locks them.
+
+        The lease lives for ``ttl`` seconds, None: the server's default of 30. With ``probe``
+        nothing is locked. Raises UnknownNamespace.
+        """
+        call = _verbs.lookup(namespace, keys, readers, probe, ttl)
+        return self._call(self._cache.Lookup, call, timeout)
+
+    def free_locks(
+        self,
+        lease: Lease | int,
+        first: int = 0,
+        end: int = 0,
+        *,
+        reader: int | None = None,
+        group_idx: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Frees locks on chunks [first, end) of a lookup; ``end`` 0 means to the end.
+
+        Returns how many were held and are free now. Idempotent. Only leases that were asked for
+        without session can be freed without one: raises ForeignLease.
+        """
+        call = _verbs.free_locks(lease, first, end, reader, group_idx)
+        return self._call(self._cache.FreeLocks, call, timeout)
+
+    def put(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        shards: Sequence[ReadableBuffer],
+        *,
+        parent: bytes = b"",
+        group_idx: int | None = None,
+        kv_worker_id: int = 0,
+        event_data: Sequence[ChunkEventData] | None = None,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> list[ChunkStatus]:
+        """Stores consecutive chunks of one prompt, one shard of each, by sending their bytes.
+
+        What the server already has is not sent. ``parent`` is the key of the chunk before the
+        first, empty for a prompt's first chunk. Answers STORED, EXISTS, NO_SPACE, PARENT_MISSING or
+        FAILED for each. Raises WrongLength if a shard is not as long as the namespace's,
+        UnknownNamespace, ChunkTooLarge.
+        """
+        transfer = PutTransfer(
+            namespace,
+            keys,
+            shards,
+            parent=parent,
+            group_idx=group_idx,
+            kv_worker_id=kv_worker_id,
+            event_data=event_data,
+        )
+        answered = threading.Event()
+
+        def requests() -> Iterator[cache_pb2.PutRequest]:
+            # Runs on a thread of gRPC's.
+            yield transfer.open
+            answered.wait()
+            for message in transfer.data():
+                yield message
+                idle.touch()
+                if progress is not None:
+                    progress(len(message.data.data))
+
+        responses = self._cache.Put(requests())
+        with self._stream(responses, timeout) as idle:
+            try:
+                for response in responses:
+                    idle.touch()
+                    transfer.feed(response)
+                    answered.set()
+            finally:
+                answered.set()
+        return transfer.result()
+
+    def get(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        *,
+        group_idx: int | None = None,
+        kv_worker_id: int = 0,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> list[bytes | None]:
+        """The bytes of one shard of each chunk.
+
+        Ends at the first chunk that is not there: for it and all after it the list has None.
+        """
+        transfer = GetTransfer(namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id)
+        self._get(transfer, progress, timeout)
+        return transfer.result()
+
+    def get_into(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        buffers: Sequence[WriteableBuffer],
+        *,
+        group_idx: int | None = None,
+        kv_worker_id: int = 0,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """As :meth:`get`, into one buffer for each key. Returns how many it filled, from the first.
+
+        Raises WrongLength if a buffer is not as long as the namespace's shards.
+        """
+        transfer = GetTransfer(
+            namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id, buffers=buffers
+        )
+        self._get(transfer, progress, timeout)
+        return transfer.num_complete
+
+    def status(self, *, timeout: float | None = None) -> admin_pb2.StatusResponse:
+        """How the server is doing, as the protocol's message."""
+        return self._call(self._admin.Status, _verbs.status(), timeout)
+
+    def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
+        """Every registered namespace, in the order of registration."""
+        return self._call(self._admin.ListNamespaces, _verbs.namespaces(), timeout)
+
+    def chunks(self, namespace: str, *, timeout: float | None = None) -> Iterator[PartStatus]:
+        """The parts of a namespace as they are at one moment, parents before children.
+
+        Raises UnknownNamespace.
+        """
+        responses = self._admin.ListChunks(_verbs.list_chunks(namespace))
+        with self._stream(responses, timeout) as idle:
+            for response in responses:
+                idle.touch()
+                yield from map(PartStatus.from_proto, response.parts)
+
+    def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
+        """Makes all in a namespace, or in all of them, invisible. Returns how many parts."""
+        return self._call(self._admin.Clear, _verbs.clear(namespace), timeout)
+
+    def evict(self, nbytes: int = 0, *, timeout: float | None = None) -> Evicted:
+        """Drops unlocked parts, the least useful first: at least ``nbytes``, 0 for all."""
+        return self._call(self._admin.Evict, _verbs.evict(nbytes), timeout)
+
+    def health(self, service: str = "", *, timeout: float | None = None) -> str:
+        """``SERVING`` or ``NOT_SERVING``, of one service or of the server as a whole."""
+        check = self._channel.unary_unary(
+            _health.CHECK,
+            request_serializer=_health.request,
+            response_deserializer=_health.status,
+        )
+        try:
+            status: str = check(service, timeout=self.timeout if timeout is None else timeout)
+            return status
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, str(self.address)) from error
+
+    def session(
+        self,
+        engine_id: str | None = None,
+        *,
+        role: SessionRole | str = SessionRole.TOOL,
+        worker_id: int = 0,
+        kv_worker_id: int = 0,
+        ttl: float | None = None,
+        client: str | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        timeout: float | None = None,
+    ) -> Session:
+        """Opens a session.
+
+        ``engine_id`` is the same for all processes of one engine and no other's; None makes one up.
+        ``worker_id`` and ``kv_worker_id`` are a worker's rank and shard. ``ttl`` is the silence in
+        seconds after which the server takes the locks back, None: 30. ``client`` names program and
+        version in listings. ``on_lost`` is called once, on the session's reader thread, with the
+        reason when the session is lost; not after close().
+        """
+        session = Session(
+            session_pb2_grpc.SessionServiceStub(self._channel).Session,
+            _verbs.open_session(
+                engine_id or f"tool-{uuid.uuid4()}",
+                session_role(role),
+                worker_id,
+                kv_worker_id,
+                ttl,
+                client or f"kvdock/{__version__} pid {os.getpid()}",
+            ),
+            address=self.address,
+            timeout=self.timeout if timeout is None else timeout,
+            on_lost=on_lost,
+        )
+        self._sessions.add(session)
+        return session
+
+    def close(self) -> None:
+        """Closes the connection and every session made here. A second call does nothing."""
+        for session in list(self._sessions):
+            session.close()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[Request, Response],
+        call: Call[Request, Response, Result],
+        timeout: float | None,
+    ) -> Result:
+        _verbs.check_size(call.request)
+        seconds = self.timeout if timeout is None else timeout
+        try:
+            return call.read(method(call.request, timeout=seconds))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, str(self.address)) from error
+
+    def _get(self, transfer: GetTransfer, progress: Progress | None, timeout: float | None) -> None:
+        responses = self._cache.Get(transfer.request)
+        with self._stream(responses, timeout) as idle:
+            for response in responses:
+                idle.touch()
+                moved = transfer.feed(response)
+                if progress is not None:
+                    progress(moved)
+
+    @contextlib.contextmanager
+    def _stream(self, call: Cancellable, timeout: float | None) -> Iterator[IdleLimit]:
+        """Limits the pauses of a stream, translates its errors, and ends it with the block."""
+        seconds = self.timeout if timeout is None else timeout
+        with IdleLimit(call, seconds) as idle:
+            try:
+                yield idle
+            except grpc.RpcError as error:
+                if idle.exceeded:
+                    raise DeadlineExceeded(
+                        f"nothing moved from or to {self.address} for {seconds:g} s"
+                    ) from error
+                raise from_rpc_error(error, str(self.address)) from error
+            finally:
+                call.cancel()
+
+
+def session_role(role: SessionRole | str) -> SessionRole:
+    """The role, also by its name in lower case."""
+    return role if isinstance(role, SessionRole) else SessionRole[role.upper()]

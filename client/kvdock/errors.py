@@ -1,0 +1,220 @@
+"""Exceptions of the client, and the one table that says which server error becomes which.
+
+A failed call raises a KVDockError subclass. The class follows from the reason that the server
+gives (``google.rpc.ErrorInfo`` of a unary call, ``Error`` of a session stream), and from the
+status code where there is no reason.
+"""
+
+# Callers write ``except kvdock.errors.Unavailable``: a suffix would repeat the module's name.
+# ruff: noqa: N818
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from kvdock.v1 import types_pb2
+
+ERROR_DOMAIN = "kvdock"
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class KVDockError(Exception):
+    """Base of every error of this library.
+
+    ``message`` says what happened and what to do; ``code`` is the gRPC status code; ``reason`` is
+    a name from the protocol's ``Error.reason``, or empty if the error has none.
+    """
+
+    default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+
+    def __init__(
+        self, message: str, *, code: grpc.StatusCode | None = None, reason: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+        self.reason = reason
+
+
+class Unavailable(KVDockError):
+    """No server answers."""
+
+    default_code = grpc.StatusCode.UNAVAILABLE
+
+
+class Draining(Unavailable):
+    """The server is stopping and takes nothing new."""
+
+
+class SessionLost(Unavailable):
+    """The session's stream ended; everything it held is released. Open another session."""
+
+
+class DeadlineExceeded(KVDockError):
+    """The answer did not come in time. What a late answer grants is given back."""
+
+    default_code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class InvalidArgument(KVDockError):
+    """A value is out of its limits."""
+
+    default_code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class ChunkTooLarge(InvalidArgument):
+    """No memory of this server could ever hold the chunk."""
+
+
+class WrongLength(InvalidArgument):
+    """The bytes given differ from the shard's size."""
+
+
+class UnknownNamespace(KVDockError):
+    """Register the namespace, then repeat."""
+
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class NamespaceConflict(KVDockError):
+    """The namespace was registered before with other contents."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class UnknownSession(KVDockError):
+    """The session ended or never was."""
+
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class SessionExpired(KVDockError):
+    """The session was silent for longer than its TTL and lost its locks. Open another."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class SessionRequired(KVDockError):
+    """The call needs a session."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ForeignLease(KVDockError):
+    """The lease belongs to another engine."""
+
+    default_code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class UnknownLease(KVDockError):
+    """The lease ended, or is of an earlier epoch."""
+
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class UnknownReservation(KVDockError):
+    """The reservation was committed or aborted, or its session ended."""
+
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class ForeignReservation(KVDockError):
+    """The reservation belongs to another session."""
+
+    default_code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class WrongMode(KVDockError):
+    """The session's transfer mode has no such call."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class DeviceMemory(KVDockError):
+    """Device memory could not be opened or is not registered."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class PoolUnmappable(KVDockError):
+    """This process cannot map the server's pool: another host, or another /dev/shm."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ServerError(KVDockError):
+    """A fault of the server, or something that this client has no name for."""
+
+    default_code = grpc.StatusCode.INTERNAL
+
+
+CLASS_OF_REASON: dict[str, type[KVDockError]] = {
+    "INVALID_ARGUMENT_VALUE": InvalidArgument,
+    "UNKNOWN_NAMESPACE": UnknownNamespace,
+    "NAMESPACE_CONFLICT": NamespaceConflict,
+    "UNKNOWN_SESSION": UnknownSession,
+    "SESSION_EXPIRED": SessionExpired,
+    "SESSION_REQUIRED": SessionRequired,
+    "FOREIGN_LEASE": ForeignLease,
+    "UNKNOWN_LEASE": UnknownLease,
+    "UNKNOWN_RESERVATION": UnknownReservation,
+    "FOREIGN_RESERVATION": ForeignReservation,
+    "CHUNK_TOO_LARGE": ChunkTooLarge,
+    "WRONG_LENGTH": WrongLength,
+    "WRONG_MODE": WrongMode,
+    "DEVICE_MEMORY": DeviceMemory,
+    "DRAINING": Draining,
+    "INTERNAL": ServerError,
+}
+
+_CLASS_OF_CODE: dict[grpc.StatusCode, type[KVDockError]] = {
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+}
+
+_CODE_OF_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def from_stream_error(error: types_pb2.Error) -> KVDockError:
+    """The exception for the Error message of a session stream."""
+    code = _CODE_OF_NUMBER.get(error.code, grpc.StatusCode.UNKNOWN)
+    return _make(code, error.reason, error.message)
+
+
+def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
+    """The exception for a failed call to the server at the address ``server``."""
+    # Both faces of gRPC raise errors that carry these, but their common base class has none.
+    code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
+    message: str = getattr(error, "details", lambda: None)() or f"call ended with {code.name}"
+    reason = _reason(getattr(error, "trailing_metadata", lambda: None)())
+    if code is grpc.StatusCode.UNAVAILABLE and not reason:
+        message = (
+            f"no KVDock server answers at {server}: {message}. Start one with `kvdock serve`, or "
+            f"say where it is with KVDOCK_ADDRESS"
+        )
+    elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        message = f"the server at {server} did not answer in time: {message}"
+    return _make(code, reason, message)
+
+
+def _make(code: grpc.StatusCode, reason: str, message: str) -> KVDockError:
+    cls = CLASS_OF_REASON.get(reason) or _CLASS_OF_CODE.get(code, ServerError)
+    return cls(message, code=code, reason=reason)
+
+
+def _reason(trailing_metadata: Iterable[tuple[str, bytes]] | None) -> str:
+    """The reason in the ErrorInfo of our domain, or empty."""
+    for key, value in trailing_metadata or ():
+        if key != _DETAILS_KEY:
+            continue
+        for detail in status_pb2.Status.FromString(value).details:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+                return str(info.reason)
+    return ""

@@ -1,0 +1,191 @@
+"""The server's host memory, mapped into this process.
+
+A mapping outlives the server and the session: the kernel keeps the memory for as long as somebody
+maps it. What a view shows is only meaningful under a lock or a reservation that is still held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvdock.errors import InvalidArgument, PoolUnmappable
+from kvdock.types import Location, Segment
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_log = logging.getLogger(__name__)
+
+_SHM_FOLDER = Path("/dev/shm")
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+
+# One call of madvise cannot be stopped, so the work is cut into pieces of some milliseconds.
+_PREFAULT_BYTES = 64 << 20
+_PREFAULT_POLL_SECONDS = 0.2
+
+
+class Pool:
+    """Maps segments when they are first needed. Thread-safe."""
+
+    def __init__(self, segments: Sequence[Segment], *, server: str, is_local: bool) -> None:
+        """``server`` is the address for messages; ``is_local`` whether it is of this host."""
+        self._segments = {segment.segment_id: segment for segment in segments}
+        self._server = server
+        self._is_local = is_local
+        self._lock = threading.Lock()
+        self._maps: dict[int, mmap.mmap] = {}
+        self._views: dict[int, memoryview] = {}
+        self._prefault: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What the server offers to map."""
+        return list(self._segments.values())
+
+    def view(self, location: Location) -> memoryview:
+        """Writable view of the bytes at ``location``, of format B. Stays valid after close().
+
+        Raises PoolUnmappable if this process cannot map the pool, InvalidArgument if there is no
+        such location.
+        """
+        segment = self._views.get(location.segment_id)
+        if segment is None:
+            segment = self._map(location.segment_id)
+        end = location.offset + location.length
+        if location.offset < 0 or end > segment.nbytes:
+            raise InvalidArgument(
+                f"{location} ends past segment {location.segment_id} of {segment.nbytes:,} bytes"
+            )
+        return segment[location.offset : end]
+
+    def array(self, location: Location) -> npt.NDArray[np.uint8]:
+        """As :meth:`view`, as a writable one-dimensional NumPy array of uint8. Needs NumPy."""
+        import numpy as np
+
+        return np.frombuffer(self.view(location), dtype=np.uint8)
+
+    def prefault(self) -> None:
+        """Starts a thread that enters all of the pool into this process's page tables.
+
+        Copies then run at the speed of memory from the first on. Returns at once; a second call
+        does nothing. Raises PoolUnmappable as :meth:`view` does.
+        """
+        for segment_id in self._segments:
+            self._map(segment_id)
+        with self._lock:
+            if self._prefault is None and not self._closed.is_set():
+                self._prefault = threading.Thread(
+                    target=_prefault,
+                    args=(list(self._maps.values()), self._closed),
+                    name="kvdock-prefault",
+                    daemon=True,
+                )
+                self._prefault.start()
+
+    def close(self) -> None:
+        """Lets go of the mappings. Each ends when the last view of it is gone."""
+        self._closed.set()
+        with self._lock:
+            self._views.clear()
+            self._maps.clear()
+
+    def _map(self, segment_id: int) -> memoryview:
+        with self._lock:
+            if segment_id in self._views:
+                return self._views[segment_id]
+            if self._closed.is_set():
+                raise InvalidArgument("the pool was closed; open another session")
+            segment = self._segments.get(segment_id)
+            if segment is None:
+                raise InvalidArgument(
+                    f"the server named no segment {segment_id}; it named {list(self._segments)}"
+                )
+            mapping = self._open(segment)
+            self._maps[segment_id] = mapping
+            self._views[segment_id] = memoryview(mapping)
+            return self._views[segment_id]
+
+    def _open(self, segment: Segment) -> mmap.mmap:
+        if not self._is_local:
+            raise PoolUnmappable(
+                f"the server at {self._server} is on another host: its memory cannot be mapped; "
+                f"use put and get, or a server of this host"
+            )
+        path = _SHM_FOLDER / segment.shm_name.removeprefix("/")
+        try:
+            with _opened(path) as fd:
+                nbytes = os.fstat(fd).st_size
+                if nbytes < segment.nbytes:
+                    raise PoolUnmappable(
+                        f"{path} has {nbytes:,} bytes, the server said {segment.nbytes:,}: it is "
+                        f"another server's; do both processes see the same /dev/shm?"
+                    )
+                return mmap.mmap(fd, segment.nbytes)
+        except OSError as error:
+            raise PoolUnmappable(
+                f"cannot map {path}, the pool of the server at {self._server}: {error.strerror}. "
+                f"Client and server must run as one user and share /dev/shm (in containers: one "
+                f"IPC namespace, or the same /dev/shm volume)"
+            ) from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _prefault(maps: list[mmap.mmap], closed: threading.Event) -> None:
+    """Enters the pages that exist into the page tables, and waits for those that do not yet.
+
+    Pages that the server has not faulted in are left to it: touched from here they would be
+    charged to this process's container.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for function in (libc.madvise, libc.mincore):
+        function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    pieces: list[tuple[int, int]] = []
+    for mapping in maps:
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        # Refused where the kernel has no huge pages for shared memory: nothing is lost then.
+        libc.madvise(base, len(mapping), _MADV_HUGEPAGE)
+        pieces += [
+            (base + start, min(_PREFAULT_BYTES, len(mapping) - start))
+            for start in range(0, len(mapping), _PREFAULT_BYTES)
+        ]
+    resident = ctypes.create_string_buffer(_PREFAULT_BYTES // mmap.PAGESIZE)
+    while pieces:
+        missing = []
+        for address, length in pieces:
+            if closed.is_set():
+                return
+            num_pages = -(-length // mmap.PAGESIZE)
+            # ctypes lets go of the interpreter's lock for each call.
+            if libc.mincore(address, length, resident) == 0 and b"\0" in resident.raw[:num_pages]:
+                missing.append((address, length))
+            elif libc.madvise(address, length, _MADV_POPULATE_WRITE) != 0:
+                code = ctypes.get_errno()
+                _log.info(
+                    "the pool is not faulted in ahead of time (madvise: %s): first copies are slow",
+                    "needs Linux 5.14" if code == errno.EINVAL else os.strerror(code),
+                )
+                return
+        pieces = missing
+        if pieces and closed.wait(_PREFAULT_POLL_SECONDS):
+            return

@@ -1,0 +1,417 @@
+"""The values that calls take and give: frozen, independent of protobuf, with conversions both ways.
+
+``to_proto`` makes the message; ``from_proto`` reads one. Sizes and offsets are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
+
+
+class TransferMode(IntEnum):
+    """How the bytes of one session's chunks move."""
+
+    UNSPECIFIED = types_pb2.TRANSFER_MODE_UNSPECIFIED
+    SERVER = types_pb2.TRANSFER_MODE_SERVER
+    SHARED = types_pb2.TRANSFER_MODE_SHARED
+    INLINE = types_pb2.TRANSFER_MODE_INLINE
+
+
+class GroupKind(IntEnum):
+    """What a KV-cache group needs of the past."""
+
+    FULL_ATTENTION = types_pb2.GROUP_KIND_FULL_ATTENTION
+    SLIDING_WINDOW = types_pb2.GROUP_KIND_SLIDING_WINDOW
+    RECURRENT_STATE = types_pb2.GROUP_KIND_RECURRENT_STATE
+
+
+class ChunkStatus(IntEnum):
+    """Outcome for one chunk of a call."""
+
+    UNSPECIFIED = types_pb2.CHUNK_STATUS_UNSPECIFIED
+    STORED = types_pb2.CHUNK_STATUS_STORED
+    RESERVED = types_pb2.CHUNK_STATUS_RESERVED
+    EXISTS = types_pb2.CHUNK_STATUS_EXISTS
+    NO_SPACE = types_pb2.CHUNK_STATUS_NO_SPACE
+    PARENT_MISSING = types_pb2.CHUNK_STATUS_PARENT_MISSING
+    RETRIEVED = types_pb2.CHUNK_STATUS_RETRIEVED
+    NOT_FOUND = types_pb2.CHUNK_STATUS_NOT_FOUND
+    NOT_LOCKED = types_pb2.CHUNK_STATUS_NOT_LOCKED
+    FAILED = types_pb2.CHUNK_STATUS_FAILED
+
+    @classmethod
+    def _missing_(cls, value: object) -> ChunkStatus:
+        # A newer server may know outcomes that this client does not; none of them is a success.
+        return cls.UNSPECIFIED
+
+
+class SessionRole(IntEnum):
+    """The part of an engine that a session stands for."""
+
+    SCHEDULER = session_pb2.SESSION_ROLE_SCHEDULER
+    WORKER = session_pb2.SESSION_ROLE_WORKER
+    TOOL = session_pb2.SESSION_ROLE_TOOL
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV-cache group of a namespace."""
+
+    kind: GroupKind = GroupKind.FULL_ATTENTION
+    group_idx: int | None = None
+    """The engine's index; None means that the engine has no groups, which is not group 0."""
+    window_tokens: int = 0
+    """Window of SLIDING_WINDOW in tokens, the current one included; 0 for every other kind."""
+    shard_bytes: tuple[int, ...] = ()
+    """One number: all shards have it. As many as shards: one each, 0 where not known yet."""
+
+    def to_proto(self) -> types_pb2.Group:
+        """The message."""
+        return types_pb2.Group(
+            group_idx=self.group_idx,
+            kind=types_pb2.GroupKind.ValueType(self.kind),
+            window_tokens=self.window_tokens,
+            shard_bytes=self.shard_bytes,
+        )
+
+    @classmethod
+    def from_proto(cls, message: types_pb2.Group) -> Group:
+        """Reads a message."""
+        return cls(
+            kind=GroupKind(message.kind),
+            group_idx=_group_idx(message),
+            window_tokens=message.window_tokens,
+            shard_bytes=tuple(message.shard_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that must be equal for KV bytes to be interchangeable."""
+
+    name: str
+    """Identity: 1 to 256 printable ASCII characters without space."""
+    chunk_tokens: int
+    kv_world_size: int
+    """Shards a part."""
+    groups: tuple[Group, ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """For listings; not part of the identity."""
+
+    def to_proto(self) -> types_pb2.Namespace:
+        """The message."""
+        return types_pb2.Namespace(
+            name=self.name,
+            labels=self.labels,
+            chunk_tokens=self.chunk_tokens,
+            kv_world_size=self.kv_world_size,
+            groups=[group.to_proto() for group in self.groups],
+        )
+
+    @classmethod
+    def from_proto(cls, message: types_pb2.Namespace) -> Namespace:
+        """Reads a message."""
+        return cls(
+            name=message.name,
+            chunk_tokens=message.chunk_tokens,
+            kv_world_size=message.kv_world_size,
+            groups=tuple(Group.from_proto(group) for group in message.groups),
+            labels=dict(message.labels),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEventData:
+    """What an event tells about a chunk beyond its key."""
+
+    block_hashes: Sequence[bytes] = ()
+    """The engine's own hashes of the chunk's blocks, in order."""
+    parent_block_hash: bytes = b""
+    """The engine's hash of the block before the chunk; empty for the first chunk."""
+    token_ids: bytes = b""
+    """Token ids of the chunk, little-endian uint32."""
+    block_size: int = 0
+    """Tokens a block hash covers."""
+    lora_name: str = ""
+    """Adapter's name; empty for the base model."""
+
+    def to_proto(self) -> types_pb2.ChunkEventData:
+        """The message."""
+        return types_pb2.ChunkEventData(
+            block_hashes=self.block_hashes,
+            parent_block_hash=self.parent_block_hash,
+            token_ids=self.token_ids,
+            block_size=self.block_size,
+            lora_name=self.lora_name,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of the server's host memory that clients of the same host may map."""
+
+    segment_id: int
+    shm_name: str
+    """POSIX shared-memory name, with its leading slash."""
+    nbytes: int
+
+    @classmethod
+    def from_proto(cls, message: types_pb2.Segment) -> Segment:
+        """Reads a message."""
+        return cls(message.segment_id, message.shm_name, message.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where one shard lies in the pool."""
+
+    segment_id: int
+    offset: int
+    length: int
+
+    @classmethod
+    def from_proto(cls, message: types_pb2.Location) -> Location:
+        """Reads a message."""
+        return cls(message.segment_id, message.offset, message.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Names the locks that a Lookup took. Plain data: it may be pickled and sent to a worker."""
+
+    id: int
+    epoch: int
+    """Of the server that granted it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHit:
+    """The chunks [first_chunk, end_chunk) of one group that a hit needs, and that are locked."""
+
+    group_idx: int | None
+    first_chunk: int
+    end_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Answer to a Lookup."""
+
+    epoch: int
+    chunks: int
+    """How many chunks from the first on can be had; 0 is a miss."""
+    lease: Lease | None
+    """None if nothing was locked: a miss or a probe."""
+    groups: tuple[GroupHit, ...]
+
+    @classmethod
+    def from_proto(cls, message: cache_pb2.LookupResponse) -> Hit:
+        """Reads a message."""
+        return cls(
+            epoch=message.epoch,
+            chunks=message.hit_chunks,
+            lease=Lease(message.lease_id, message.epoch) if message.lease_id else None,
+            groups=tuple(
+                GroupHit(_group_idx(group), group.first_chunk, group.end_chunk)
+                for group in message.groups
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """Outcome for one chunk of Reserve or Retrieve."""
+
+    status: ChunkStatus
+    location: Location | None
+    """Where its bytes belong or lie. Set for RESERVED, and for RETRIEVED in shared mode."""
+
+    @classmethod
+    def from_proto(cls, message: cache_pb2.ChunkResult) -> ChunkResult:
+        """Reads a message."""
+        return cls(
+            ChunkStatus(message.status),
+            Location.from_proto(message.location) if message.HasField("location") else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Answer to a Reserve."""
+
+    id: int
+    """For Commit and Abort; 0 if nothing was reserved."""
+    epoch: int
+    chunks: tuple[ChunkResult, ...]
+    """One for each key: RESERVED, EXISTS, NO_SPACE or PARENT_MISSING."""
+
+    @classmethod
+    def from_proto(cls, message: cache_pb2.ReserveResponse) -> Reservation:
+        """Reads a message."""
+        return cls(
+            message.reservation_id,
+            message.epoch,
+            tuple(ChunkResult.from_proto(chunk) for chunk in message.chunks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAllocation:
+    """One allocation of device memory, as a whole."""
+
+    ipc_handle: bytes
+    """64-byte CUDA IPC memory handle."""
+    nbytes: int
+    """Of the whole allocation."""
+    device_uuid: bytes
+    """16 bytes."""
+
+    def to_proto(self) -> session_pb2.DeviceAllocation:
+        """The message."""
+        return session_pb2.DeviceAllocation(
+            ipc_handle=self.ipc_handle, bytes=self.nbytes, device_uuid=self.device_uuid
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRegion:
+    """One contiguous piece of every block: block b's is at ``offset + b * block_stride``."""
+
+    allocation: int
+    """Index into the allocations."""
+    offset: int
+    """Where block 0 begins, from the beginning of the allocation."""
+    block_stride: int
+    page_bytes: int
+
+    def to_proto(self) -> session_pb2.BlockRegion:
+        """The message."""
+        return session_pb2.BlockRegion(
+            allocation=self.allocation,
+            offset=self.offset,
+            block_stride=self.block_stride,
+            page_bytes=self.page_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """How the blocks of one group lie in device memory."""
+
+    group_idx: int | None
+    num_blocks: int
+    blocks_per_chunk: int
+    regions: tuple[BlockRegion, ...]
+    """In the order in which the host keeps them."""
+
+    def to_proto(self) -> session_pb2.GroupMemory:
+        """The message."""
+        return session_pb2.GroupMemory(
+            group_idx=self.group_idx,
+            num_blocks=self.num_blocks,
+            blocks_per_chunk=self.blocks_per_chunk,
+            regions=[region.to_proto() for region in self.regions],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegistration:
+    """What the server decided about a worker's memory."""
+
+    epoch: int
+    mode: TransferMode
+    reason: str
+    """Why this mode, for a log line."""
+
+    @classmethod
+    def from_proto(cls, message: session_pb2.RegisterMemoryResponse) -> MemoryRegistration:
+        """Reads a message."""
+        return cls(message.epoch, TransferMode(message.mode), message.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What the server told when the session opened."""
+
+    id: int
+    epoch: int
+    server_version: str
+    chunk_tokens: int
+    """The chunk size that engines of this host should use."""
+    ttl: float
+    """Seconds of silence after which the session expires."""
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def from_proto(cls, message: session_pb2.OpenResponse) -> SessionInfo:
+        """Reads a message."""
+        return cls(
+            id=message.session_id,
+            epoch=message.epoch,
+            server_version=message.server_version,
+            chunk_tokens=message.chunk_tokens,
+            ttl=message.ttl_ms / 1000,
+            segments=tuple(Segment.from_proto(segment) for segment in message.segments),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStatus:
+    """One namespace and what is in it."""
+
+    namespace: Namespace
+    parts: int
+    """Visible ones."""
+    nbytes: int
+    """Of all their shards."""
+
+    @classmethod
+    def from_proto(cls, message: admin_pb2.NamespaceStatus) -> NamespaceStatus:
+        """Reads a message."""
+        return cls(Namespace.from_proto(message.namespace), message.parts, message.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PartStatus:
+    """One group's share of one chunk."""
+
+    key: bytes
+    parent_key: bytes
+    """Key of the chunk it extends; empty for a first chunk."""
+    group_idx: int | None
+    sealed_shards: int
+    nbytes: int
+    """Of the sealed shards."""
+    locks: int
+    visible: bool
+
+    @classmethod
+    def from_proto(cls, message: admin_pb2.PartStatus) -> PartStatus:
+        """Reads a message."""
+        return cls(
+            key=message.key,
+            parent_key=message.parent_key,
+            group_idx=_group_idx(message),
+            sealed_shards=message.sealed_shards,
+            nbytes=message.bytes,
+            locks=message.locks,
+            visible=message.visible,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an Evict dropped."""
+
+    parts: int
+    nbytes: int
+
+
+def _group_idx(
+    message: types_pb2.Group | cache_pb2.GroupHit | admin_pb2.PartStatus,
+) -> int | None:
+    return message.group_idx if message.HasField("group_idx") else None
