@@ -1,0 +1,39 @@
+"""``python -m kvdock_server``: what ``kvdock serve`` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from kvdock.errors import KVDockError
+from kvdock_server import config as configuration
+from kvdock_server import lifecycle
+from kvdock_server.endpoint import EndpointError
+from kvdock_server.pool.segment import PoolError
+
+_USAGE_ERROR = 2
+
+
+def main() -> int:
+    """Serve; the exit code is 0 after a clean stop, 2 if the server could not start."""
+    try:
+        config = configuration.load(sys.argv[1:])
+        logging.basicConfig(
+            level=config.log_level.upper(), format="kvdock: %(levelname)s: %(message)s"
+        )
+        asyncio.run(lifecycle.run(config))
+    except (
+        configuration.ConfigError,
+        EndpointError,
+        PoolError,
+        KVDockError,
+        RuntimeError,
+    ) as error:
+        print(f"kvdock: cannot start: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""What a server can be told, and the three places it can be told in.
+
+A flag wins over an environment variable, that over the configuration file, that over the default.
+Each field of ``Config`` is one setting under one name: ``chunk_tokens`` is ``--chunk-tokens``,
+``KVDOCK_CHUNK_TOKENS`` and the key ``chunk_tokens`` of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from kvdock.address import default_socket_path
+from kvdock_server import __version__
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
+
+MIN_MEMORY_BYTES = 1 << 20
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used. The message names it, its value and where it was given."""
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a number with a unit: ``8GiB``, ``500MB``, ``1048576``. ValueError otherwise."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    if not match:
+        raise ValueError(f"{text!r} is not a size: write for example 8GiB, 500MB or 1048576")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("at least 0")
+    return value
+
+
+def _memory(text: str) -> int:
+    value = parse_bytes(text)
+    if value < MIN_MEMORY_BYTES:
+        raise ValueError("at least 1MiB")
+    return value
+
+
+def _setting(default: Any, parse: Any, metavar: str, text: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": text})
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings. Sizes in bytes, times in seconds."""
+
+    memory: int = _setting(1 << 30, _memory, "SIZE", "host memory for KV cache (1GiB)")
+    listen: str = _setting(
+        "",
+        str,
+        "ADDRESS",
+        "unix:///PATH or HOST:PORT (a Unix socket in $XDG_RUNTIME_DIR, else in /tmp/kvdock-UID)",
+    )
+    chunk_tokens: int = _setting(
+        256, _positive, "N", "tokens a chunk that engines are told to use (256)"
+    )
+    drain_seconds: float = _setting(
+        10.0, _seconds, "SECONDS", "how long SIGTERM waits for copies under way (10)"
+    )
+    log_level: str = _setting(
+        "info",
+        str,
+        "LEVEL",
+        "debug, info, warning or error (info)",
+    )
+
+    @property
+    def address(self) -> str:
+        """Where to listen, the default filled in."""
+        return self.listen or f"unix://{default_socket_path()}"
+
+
+def load(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Config:
+    """The configuration for these command-line arguments; ConfigError if it cannot be used."""
+    environment = os.environ if environment is None else environment
+    parser = argparse.ArgumentParser(
+        prog="kvdock serve",
+        description="Keep the KV cache of this host's inference engines.",
+        epilog="Every setting is also an environment variable (KVDOCK_MEMORY, ...) and a key of "
+        "the TOML file (memory = '8GiB', ...).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    parser.add_argument("--version", action="version", version=f"kvdock {__version__}")
+    for setting in fields(Config):
+        parser.add_argument(
+            f"--{setting.name.replace('_', '-')}",
+            metavar=setting.metadata["metavar"],
+            help=setting.metadata["help"],
+        )
+    flags = vars(parser.parse_args(arguments))
+    file = flags.pop("config") or environment.get("KVDOCK_CONFIG")
+    from_file = _read(file) if file else {}
+    values: dict[str, Any] = {}
+    for setting in fields(Config):
+        name = setting.name
+        flag, variable = f"--{name.replace('_', '-')}", f"KVDOCK_{name.upper()}"
+        for source, given in (
+            (flag, flags[name]),
+            (variable, environment.get(variable)),
+            (f"{name} in {file}", from_file.get(name)),
+        ):
+            if given is None:
+                continue
+            try:
+                values[name] = setting.metadata["parse"](str(given))
+            except ValueError as error:
+                raise ConfigError(f"{source} {given}: {error}") from None
+            break
+    config = Config(**values)
+    if config.log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"log_level {config.log_level!r}: debug, info, warning or error")
+    return config
+
+
+def _read(file: str) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(Path(file).read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"configuration file {file}: {error}") from None
+    unknown = set(values) - {setting.name for setting in fields(Config)}
+    if unknown:
+        known = ", ".join(setting.name for setting in fields(Config))
+        raise ConfigError(f"configuration file {file}: unknown {sorted(unknown)}; known: {known}")
+    return values

@@ -1,0 +1,434 @@
+"""The verbs of the server over its index, leases, pool and sessions. It knows no gRPC.
+
+Everything here runs on the event loop and waits for nothing, so each call happens as a whole and
+the order of calls is the order of what they do. Names follow the protocol, whose comments say what
+each verb promises.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.index.chunk import Part
+from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvdock_server.index.index import HitSpan, Index, ReserveStatus, Slot
+from kvdock_server.index.lease import Lease, LeaseTable
+from kvdock_server.pool.slots import SlotAllocator
+from kvdock_server.sessions import Mode, Reservation, Role, Session, SessionTable
+
+KEY_BYTES = 32
+MAX_KEYS = 16_384
+MAX_READERS = 4_096
+DEFAULT_LEASE_TTL_MS = 30_000
+MAX_LEASE_TTL_MS = 600_000
+
+# A part whose missing shards have no writer for so long is given up.
+_SHARDS_MISSING_SECONDS = 60.0
+
+
+class Hit(NamedTuple):
+    """Answer to a lookup. ``spans`` is empty on a miss, ``lease`` None on a miss or a probe."""
+
+    chunks: int
+    spans: Sequence[HitSpan]
+    lease: Lease | None
+
+
+class LocatedShard(NamedTuple):
+    """A shard that a reader has locked."""
+
+    part: Part
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class Counters:
+    """Totals since the start, beside those of the index."""
+
+    lookups: int = 0
+    lookup_chunks: int = 0
+    hit_chunks: int = 0
+    stored_shards: int = 0
+    stored_bytes: int = 0
+    retrieved_shards: int = 0
+    retrieved_bytes: int = 0
+    host_to_device_bytes: int = 0
+    device_to_host_bytes: int = 0
+
+
+class Core:
+    """One server's state."""
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        *,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.epoch = secrets.randbits(64) or 1
+        self.index = Index(slots, policy or LeastRecentlyUsed())
+        self.leases = LeaseTable(self.index)
+        self.sessions = SessionTable()
+        self.counters = Counters()
+        self.draining = False
+        self.clock = clock
+        self._reservations: dict[int, Session] = {}
+
+    # Sessions
+
+    def open_session(
+        self,
+        *,
+        engine_id: str,
+        role: Role,
+        worker_id: int = 0,
+        kv_worker_id: int = 0,
+        ttl_ms: int = 0,
+        client: str = "",
+    ) -> Session:
+        """Open a session; RequestError where a field is out of its limits."""
+        self._refuse_when_draining()
+        return self.sessions.open(
+            self.clock(),
+            engine_id=engine_id,
+            role=role,
+            worker_id=worker_id,
+            kv_worker_id=kv_worker_id,
+            ttl_ms=ttl_ms,
+            client=client,
+        )
+
+    def close_session(self, session: Session) -> None:
+        """The session's stream ended: release all that it held."""
+        self._release_locks(session)
+        for reservation in list(session.reservations.values()):
+            self._abort(session, reservation)
+        self.sessions.close(session)
+
+    def sweep(self) -> None:
+        """Carry out what time alone brings about. Call it about once a second."""
+        now = self.clock()
+        self.leases.expire(now)
+        self.index.give_up_overdue(now)
+        for session in self.sessions:
+            if not session.expired and now - session.last_seen > session.ttl:
+                session.expired = True
+                self._release_locks(session)
+
+    # Looking up and locking
+
+    def lookup(
+        self,
+        session: Session | None,
+        namespace: str,
+        keys: Sequence[bytes],
+        *,
+        readers: int = 0,
+        probe: bool = False,
+        ttl_ms: int = 0,
+    ) -> Hit:
+        """How much of a prompt is cached, and a lease on it."""
+        if not probe:
+            self._refuse_when_draining()
+        check_keys(keys)
+        if readers > MAX_READERS:
+            raise invalid(f"readers {readers}: at most {MAX_READERS}, 0 means 1")
+        if session is not None and ttl_ms:
+            raise invalid(f"ttl_ms {ttl_ms} with a session: the lease lives as long as that")
+        if ttl_ms > MAX_LEASE_TTL_MS:
+            raise invalid(f"ttl_ms {ttl_ms}: at most {MAX_LEASE_TTL_MS}, 0 means 30,000")
+        space = self.index.space(namespace)
+        spans = self.index.find(space, keys)
+        chunks = spans[0].first + len(spans[0].parts) if spans else 0
+        self.counters.lookups += 1
+        self.counters.lookup_chunks += len(keys)
+        self.counters.hit_chunks += chunks
+        if probe or not spans:
+            return Hit(chunks, spans, None)
+        self.index.touch(spans)
+        if session is not None:
+            lease = self.leases.grant(
+                space,
+                spans,
+                readers or 1,
+                owner=session.session_id,
+                engine_id=session.engine_id,
+            )
+        else:
+            expires_at = self.clock() + (ttl_ms or DEFAULT_LEASE_TTL_MS) / 1000
+            lease = self.leases.grant(space, spans, readers or 1, expires_at=expires_at)
+        return Hit(chunks, spans, lease)
+
+    def free_locks(
+        self,
+        session: Session | None,
+        ranges: Sequence[tuple[int, int, int, int | None, int | None]],
+    ) -> list[int]:
+        """Free (lease_id, first_chunk, end_chunk, reader, group_idx) each; how many were held."""
+        if len(ranges) > MAX_KEYS:
+            raise invalid(f"{len(ranges)} lock ranges: at most {MAX_KEYS}")
+        leases = [self._lease(session, lease_id) for lease_id, *_ in ranges]
+        released = []
+        for lease, (_, first, end, reader, group_idx) in zip(leases, ranges, strict=True):
+            if lease is None:
+                released.append(0)
+                continue
+            if session is not None and session.role is Role.WORKER:
+                reader = session.worker_id
+            released.append(
+                self.leases.release(
+                    lease,
+                    first,
+                    end or None,
+                    readers=None if reader is None else [reader],
+                    position=(
+                        None if group_idx is None else lease.space.namespace.position(group_idx)
+                    ),
+                )
+            )
+        return released
+
+    def locate(
+        self,
+        session: Session | None,
+        lease_id: int,
+        group_idx: int | None,
+        first: int,
+        end: int,
+        *,
+        shard: int,
+        reader: int,
+    ) -> list[LocatedShard | None]:
+        """Where the locked shards of [first, end) lie; None for each that is not locked."""
+        lease = self._lease(session, lease_id)
+        if lease is None:
+            raise RequestError(
+                Reason.UNKNOWN_LEASE,
+                f"lease {lease_id} ended or is of an earlier epoch: look up again",
+            )
+        namespace = lease.space.namespace
+        worker = session if session is not None and session.role is Role.WORKER else None
+        if worker and (shard, reader) != (worker.kv_worker_id, worker.worker_id):
+            raise invalid(
+                f"shard {shard} and reader {reader}: this session may retrieve shard "
+                f"{worker.kv_worker_id} as reader {worker.worker_id} only"
+            )
+        if shard >= namespace.kv_world_size:
+            raise invalid(f"kv_worker_id {shard}: below {namespace.kv_world_size}")
+        if reader >= lease.readers:
+            raise invalid(f"reader {reader}: the lease was given to {lease.readers} readers")
+        position = namespace.position(group_idx)
+        locked = lease.spans[position]
+        span_end = locked.span.first + len(locked.span.parts)
+        end = end or span_end
+        if not first < end:
+            raise invalid(f"chunks [{first}, {end}): the range is empty")
+        if end - first > MAX_KEYS:
+            raise invalid(f"{end - first} chunks: at most {MAX_KEYS}")
+        nbytes = lease.space.shard_bytes(position, shard)
+        lease.in_use = True
+        located: list[LocatedShard | None] = []
+        for chunk in range(first, end):
+            index = chunk - locked.span.first
+            if 0 <= index < len(locked.span.parts) and locked.held[reader] >> index & 1:
+                part = locked.span.parts[index]
+                located.append(LocatedShard(part, part.slots[shard], nbytes))
+            else:
+                located.append(None)
+        self.count_retrieved([shard for shard in located if shard is not None])
+        return located
+
+    def count_retrieved(self, shards: Sequence[LocatedShard]) -> None:
+        """Count shards that were delivered."""
+        self.counters.retrieved_shards += len(shards)
+        self.counters.retrieved_bytes += sum(shard.nbytes for shard in shards)
+
+    # Storing
+
+    def reserve(
+        self,
+        session: Session | None,
+        namespace: str,
+        group_idx: int | None,
+        shard: int,
+        parent_key: bytes,
+        keys: Sequence[bytes],
+    ) -> list[ReserveStatus | Slot]:
+        """Find memory for one shard of consecutive chunks of a prompt.
+
+        The caller owns the slots, and seals or gives back each of them.
+        """
+        self._refuse_when_draining()
+        check_keys(keys)
+        if len(parent_key) not in (0, KEY_BYTES):
+            raise invalid(f"parent_key of {len(parent_key)} bytes: {KEY_BYTES}, or none")
+        space = self.index.space(namespace)
+        if shard >= space.namespace.kv_world_size:
+            raise invalid(
+                f"kv_worker_id {shard}: namespace {namespace!r} has "
+                f"{space.namespace.kv_world_size} shards"
+            )
+        if session is not None and session.role is Role.WORKER and shard != session.kv_worker_id:
+            raise invalid(f"kv_worker_id {shard}: this session stores {session.kv_worker_id} only")
+        position = space.namespace.position(group_idx)
+        deadline = self.clock() + _SHARDS_MISSING_SECONDS
+        return self.index.reserve(space, position, shard, parent_key, keys, deadline)
+
+    def seal(self, slot: Slot) -> bool:
+        """The bytes of a slot are complete. False if the chunk was cleared meanwhile."""
+        space = slot.part.chunk.space
+        if not self.index.seal(slot):
+            return False
+        self.counters.stored_shards += 1
+        self.counters.stored_bytes += space.shard_bytes(slot.part.position, slot.shard)
+        return True
+
+    def give_back(self, slot: Slot) -> None:
+        """The bytes of a slot will not come."""
+        self.index.give_back(slot)
+
+    def open_reservation(
+        self, session: Session, outcomes: Sequence[ReserveStatus | Slot]
+    ) -> Reservation | None:
+        """Hand slots over to a client that writes by itself; None if there are none."""
+        slots = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, Slot)}
+        if not slots:
+            return None
+        reservation = Reservation(secrets.randbits(63) or 1, slots)
+        session.reservations[reservation.reservation_id] = reservation
+        self._reservations[reservation.reservation_id] = session
+        return reservation
+
+    def commit(self, session: Session, reservation_id: int, chunks: Sequence[int]) -> list[bool]:
+        """Seal chunks of a reservation, or all open ones; False for each that was cleared."""
+        reservation = self._reservation(session, reservation_id)
+        if reservation is None:
+            raise RequestError(
+                Reason.UNKNOWN_RESERVATION,
+                f"reservation {reservation_id} is not open: it was committed or aborted, or its "
+                "session ended; reserve again",
+            )
+        wanted = list(chunks) or list(reservation.open)
+        missing = [chunk for chunk in wanted if chunk not in reservation.open]
+        if missing or len(set(wanted)) != len(wanted):
+            raise invalid(
+                f"chunks {missing[:8] or wanted[:8]} of reservation {reservation_id} are not open: "
+                "commit each reserved chunk once"
+            )
+        sealed = [self.seal(reservation.open.pop(chunk)) for chunk in wanted]
+        self._forget_if_done(session, reservation)
+        return sealed
+
+    def abort(self, session: Session, reservation_id: int) -> int:
+        """Give back what a reservation still holds; how many chunks that were."""
+        reservation = self._reservation(session, reservation_id)
+        return self._abort(session, reservation) if reservation else 0
+
+    # Copies made by the server
+
+    def readable(
+        self, namespace: str, group_idx: int | None, shard: int, keys: Sequence[bytes]
+    ) -> list[LocatedShard]:
+        """The shards of the first keys that are all there, pinned until ``done_reading``."""
+        check_keys(keys)
+        space = self.index.space(namespace)
+        if shard >= space.namespace.kv_world_size:
+            raise invalid(f"kv_worker_id {shard}: below {space.namespace.kv_world_size}")
+        position = space.namespace.position(group_idx)
+        nbytes = space.shard_bytes(position, shard)
+        shards = []
+        for key in keys:
+            part = self.index.part(space, position, key)
+            if part is None:
+                break
+            shards.append(LocatedShard(part, part.slots[shard], nbytes))
+        self.index.pin([shard.part for shard in shards])
+        return shards
+
+    def done_reading(self, shards: Sequence[LocatedShard]) -> None:
+        """Unpin what ``readable`` pinned."""
+        for shard in shards:
+            self.index.unpin(shard.part)
+
+    # Pruning
+
+    def clear(self, namespace: str) -> int:
+        """Make everything in a namespace invisible, or in all if the name is empty."""
+        spaces = [self.index.space(namespace)] if namespace else self.index.spaces
+        return sum(self.index.clear(space) for space in spaces)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nobody may be copying out of the pool or into it."""
+        return not self.index.reserved_bytes and not any(lease.in_use for lease in self.leases)
+
+    def _refuse_when_draining(self) -> None:
+        if self.draining:
+            raise RequestError(
+                Reason.DRAINING, "the server is stopping: go on without it and connect again later"
+            )
+
+    def _lease(self, session: Session | None, lease_id: int) -> Lease | None:
+        return self.leases.get(lease_id, session.engine_id if session else None)
+
+    def _release_locks(self, session: Session) -> None:
+        if session.role is Role.WORKER:
+            self.leases.release_reader(session.engine_id, session.worker_id)
+        else:
+            self.leases.release_owner(session.session_id)
+
+    def _reservation(self, session: Session, reservation_id: int) -> Reservation | None:
+        owner = self._reservations.get(reservation_id)
+        if owner is None:
+            return None
+        if owner is not session:
+            raise RequestError(
+                Reason.FOREIGN_RESERVATION,
+                f"reservation {reservation_id} belongs to another session",
+            )
+        return session.reservations[reservation_id]
+
+    def _abort(self, session: Session, reservation: Reservation) -> int:
+        aborted = len(reservation.open)
+        for slot in reservation.open.values():
+            self.give_back(slot)
+        reservation.open.clear()
+        self._forget_if_done(session, reservation)
+        return aborted
+
+    def _forget_if_done(self, session: Session, reservation: Reservation) -> None:
+        if not reservation.open:
+            del session.reservations[reservation.reservation_id]
+            del self._reservations[reservation.reservation_id]
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise RequestError unless there are 1 to 16,384 keys of 32 bytes."""
+    if not 1 <= len(keys) <= MAX_KEYS:
+        raise invalid(f"{len(keys)} keys: from 1 to {MAX_KEYS}; split longer prompts")
+    if set(map(len, keys)) != {KEY_BYTES}:
+        index, key = next((i, key) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
+        raise invalid(
+            f"key {index} has {len(key)} bytes: each has {KEY_BYTES} (see docs/keys.md for the "
+            "recipe)"
+        )
+
+
+def check_session(session: Session | None, mode: Mode) -> Session:
+    """The session if it is there and of that mode; RequestError otherwise."""
+    if session is None:
+        raise RequestError(Reason.SESSION_REQUIRED, "this call needs a session: open one")
+    if session.mode is not mode:
+        raise RequestError(
+            Reason.WRONG_MODE,
+            f"this call is for {mode.name} mode, and the session's is {session.mode.name} "
+            f"({session.mode_reason})",
+        )
+    return session

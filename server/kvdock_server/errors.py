@@ -1,0 +1,60 @@
+"""Errors of the domain. The rpc layer turns them into gRPC status codes and details."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Code(Enum):
+    """The gRPC status codes that the domain uses, by their numbers."""
+
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+class Reason(Enum):
+    """Why a request failed, for programs. Documented at ``Error.reason`` in types.proto."""
+
+    INVALID_ARGUMENT_VALUE = Code.INVALID_ARGUMENT, 1
+    CHUNK_TOO_LARGE = Code.INVALID_ARGUMENT, 2
+    WRONG_LENGTH = Code.INVALID_ARGUMENT, 3
+    UNKNOWN_NAMESPACE = Code.NOT_FOUND, 4
+    UNKNOWN_LEASE = Code.NOT_FOUND, 5
+    UNKNOWN_RESERVATION = Code.NOT_FOUND, 6
+    UNKNOWN_SESSION = Code.NOT_FOUND, 7
+    FOREIGN_LEASE = Code.PERMISSION_DENIED, 8
+    FOREIGN_RESERVATION = Code.PERMISSION_DENIED, 9
+    NAMESPACE_CONFLICT = Code.FAILED_PRECONDITION, 10
+    SESSION_EXPIRED = Code.FAILED_PRECONDITION, 11
+    SESSION_REQUIRED = Code.FAILED_PRECONDITION, 12
+    WRONG_MODE = Code.FAILED_PRECONDITION, 13
+    DEVICE_MEMORY = Code.FAILED_PRECONDITION, 14
+    DRAINING = Code.UNAVAILABLE, 15
+    INTERNAL = Code.INTERNAL, 16
+
+    @property
+    def code(self) -> Code:
+        """The status code that goes with the reason."""
+        return self.value[0]
+
+
+class RequestError(Exception):
+    """A request that cannot be served as it is. It changed nothing.
+
+    The message tells what happened, which value, and what to do.
+    """
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+def invalid(message: str) -> RequestError:
+    """A field out of its limits."""
+    return RequestError(Reason.INVALID_ARGUMENT_VALUE, message)

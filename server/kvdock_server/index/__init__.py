@@ -1,0 +1,1 @@
+"""Namespaces, chunks, leases and eviction: pure Python without I/O, testable alone."""

@@ -1,0 +1,62 @@
+"""Which part goes first when memory is wanted.
+
+A policy only orders; the index decides what may go at all (never what is pinned or still being
+written, never a prefix before what extends it) and tells the policy of each part that becomes
+evictable. A part that ceases to be evictable is not taken out: that would cost every lookup. It is
+found out when its turn comes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from kvdock_server.index.chunk import Part
+
+
+class EvictionPolicy(ABC):
+    """An order of parts."""
+
+    @abstractmethod
+    def add(self, part: Part) -> None:
+        """Take in a part that may be evicted from now on. It may be known already."""
+
+    @abstractmethod
+    def next(self) -> Part | None:
+        """Take out the part to evict first, evictable or not any more; None if there is none."""
+
+    @abstractmethod
+    def purge(self) -> None:
+        """Forget the parts that are detached."""
+
+
+class LeastRecentlyUsed(EvictionPolicy):
+    """The part whose last use lies furthest back goes first.
+
+    A heap by ``Part.last_used`` as it was when the part was added; a part that was used since goes
+    back in at its new place. ``Part.queued`` keeps each part in it at most once, so the heap is
+    never larger than the index.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Part]] = []
+        self._tie = count()
+
+    def add(self, part: Part) -> None:
+        if not part.queued:
+            part.queued = True
+            heappush(self._heap, (part.last_used, next(self._tie), part))
+
+    def next(self) -> Part | None:
+        while self._heap:
+            last_used, _, part = heappop(self._heap)
+            part.queued = False
+            if last_used == part.last_used:
+                return part
+            self.add(part)
+        return None
+
+    def purge(self) -> None:
+        self._heap = [entry for entry in self._heap if not entry[2].detached]
+        heapify(self._heap)

@@ -1,0 +1,50 @@
+"""The hit rule: how much of a prompt can be had, given which parts are visible.
+
+The hit is the largest n such that every full-attention group has the parts [0, n), every window
+group those that its window before n needs, and every state group part n - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvdock_server.index.chunk import Chunk
+from kvdock_server.index.namespace import GroupKind, Namespace
+
+
+def longest_hit(namespace: Namespace, chunks: Sequence[Chunk]) -> int:
+    """Hit in chunks. ``chunks`` are those of the prompt that are known at all, from the first."""
+    groups = namespace.groups
+    hit = len(chunks)
+    for position, group in enumerate(groups):
+        if group.kind is GroupKind.FULL_ATTENTION:
+            for index in range(hit):
+                part = chunks[index].parts[position]
+                if part is None or not part.visible:
+                    hit = index
+                    break
+    partial = [
+        (position, group)
+        for position, group in enumerate(groups)
+        if group.kind is not GroupKind.FULL_ATTENTION
+    ]
+    if not partial:
+        return hit
+    runs = [_visible_runs(chunks[:hit], position) for position, _ in partial]
+    while hit > 0 and any(
+        run[hit - 1] < group.needed_chunks(hit, namespace.chunk_tokens)
+        for run, (_, group) in zip(runs, partial, strict=True)
+    ):
+        hit -= 1
+    return hit
+
+
+def _visible_runs(chunks: Sequence[Chunk], position: int) -> list[int]:
+    """For each chunk how many visible parts in a row end with it."""
+    runs = []
+    run = 0
+    for chunk in chunks:
+        part = chunk.parts[position]
+        run = run + 1 if part is not None and part.visible else 0
+        runs.append(run)
+    return runs

@@ -1,0 +1,159 @@
+"""Leases: who has locked which parts.
+
+A lock is (lease, part, reader). A lease keeps, for each group's span of parts and each reader, the
+locks still held as the bits of one integer, so that giving back is idempotent by nature and exact:
+a bit that is not set frees nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvdock_server.errors import Reason, RequestError
+from kvdock_server.index.index import HitSpan, Index, Space
+
+
+@dataclass
+class LockedSpan:
+    """The locks of one lease on one group's parts; ``held[reader]`` has bit i for ``parts[i]``."""
+
+    span: HitSpan
+    held: list[int]
+
+
+@dataclass(eq=False)
+class Lease:
+    """What one Lookup granted.
+
+    ``owner`` is the session of the scheduler that asked, ``engine_id`` its engine; both are None
+    for a lease that was asked for by hand, which anybody may use until ``expires_at``. ``in_use``
+    tells that somebody was told where the parts lie, and may be copying.
+    """
+
+    lease_id: int
+    space: Space
+    owner: int | None
+    engine_id: str | None
+    expires_at: float | None
+    readers: int
+    spans: list[LockedSpan] = field(default_factory=list)
+    in_use: bool = False
+
+    @property
+    def locks(self) -> int:
+        """Locks still held."""
+        return sum(bits.bit_count() for locked in self.spans for bits in locked.held)
+
+
+class LeaseTable:
+    """All leases of a server."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._leases: dict[int, Lease] = {}
+        self._by_engine: dict[str | None, dict[int, Lease]] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(list(self._leases.values()))
+
+    def grant(
+        self,
+        space: Space,
+        spans: Sequence[HitSpan],
+        readers: int,
+        *,
+        owner: int | None = None,
+        engine_id: str | None = None,
+        expires_at: float | None = None,
+    ) -> Lease:
+        """Lock every part of the spans once for each reader."""
+        # Random, so that a lease of an earlier epoch is unknown instead of somebody else's.
+        lease_id = secrets.randbits(63) or 1
+        lease = Lease(lease_id, space, owner, engine_id, expires_at, readers)
+        for span in spans:
+            self._index.pin(span.parts, readers)
+            lease.spans.append(LockedSpan(span, [(1 << len(span.parts)) - 1] * readers))
+        self._leases[lease.lease_id] = lease
+        self._by_engine.setdefault(engine_id, {})[lease.lease_id] = lease
+        return lease
+
+    def get(self, lease_id: int, engine_id: str | None) -> Lease | None:
+        """The lease, or None if it ended or never was.
+
+        Raises RequestError (FOREIGN_LEASE) if it belongs to an engine that is not ``engine_id``.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.engine_id is not None and lease.engine_id != engine_id:
+            raise RequestError(
+                Reason.FOREIGN_LEASE,
+                f"lease {lease_id} belongs to another engine: only that engine's sessions may use "
+                "it",
+            )
+        return lease
+
+    def release(
+        self,
+        lease: Lease,
+        first: int = 0,
+        end: int | None = None,
+        *,
+        readers: Iterable[int] | None = None,
+        position: int | None = None,
+    ) -> int:
+        """Free locks on the chunks [first, end), of all readers and groups if none are named.
+
+        Returns how many were held. A lease without locks is gone.
+        """
+        chosen = range(lease.readers) if readers is None else readers
+        released = 0
+        for locked in lease.spans:
+            if position is None or locked.span.position == position:
+                for reader in chosen:
+                    if reader < lease.readers:
+                        released += self._release(locked, reader, first, end)
+        if not any(bits for locked in lease.spans for bits in locked.held):
+            self._forget(lease)
+        return released
+
+    def release_owner(self, owner: int) -> None:
+        """End all leases of a scheduler's session."""
+        for lease in self:
+            if lease.owner == owner:
+                self.release(lease)
+
+    def release_reader(self, engine_id: str, reader: int) -> None:
+        """Free all locks of one reader of an engine."""
+        for lease in list(self._by_engine.get(engine_id, {}).values()):
+            self.release(lease, readers=[reader])
+
+    def expire(self, now: float) -> None:
+        """End the leases without session whose time is up."""
+        for lease in list(self._by_engine.get(None, {}).values()):
+            if lease.expires_at is not None and lease.expires_at <= now:
+                self.release(lease)
+
+    def _release(self, locked: LockedSpan, reader: int, first: int, end: int | None) -> int:
+        parts = locked.span.parts
+        low = min(max(first - locked.span.first, 0), len(parts))
+        high = len(parts) if end is None else min(max(end - locked.span.first, low), len(parts))
+        mask = (1 << high) - (1 << low)
+        bits = locked.held[reader] & mask
+        locked.held[reader] &= ~mask
+        unpin = self._index.unpin
+        for index in range(low, high):
+            if bits >> index & 1:
+                unpin(parts[index])
+        return bits.bit_count()
+
+    def _forget(self, lease: Lease) -> None:
+        self._leases.pop(lease.lease_id, None)
+        siblings = self._by_engine.get(lease.engine_id)
+        if siblings is not None:
+            siblings.pop(lease.lease_id, None)
+            if not siblings:
+                del self._by_engine[lease.engine_id]

@@ -1,0 +1,87 @@
+"""One server's life: start, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+from kvdock.address import parse
+from kvdock_server.config import Config
+from kvdock_server.core import Core
+from kvdock_server.endpoint import claim
+from kvdock_server.pool.pool import Pool
+from kvdock_server.pool.segment import reclaim_stale_segments
+from kvdock_server.rpc.server import Server
+from kvdock_server.umask import private_files
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_SECONDS = 1.0
+_DRAIN_POLL_SECONDS = 0.02
+# Calls that are left when draining is over are ended after this.
+_GRACE_SECONDS = 0.2
+
+
+async def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises EndpointError, PoolError or RuntimeError if the server cannot start.
+    """
+    address = parse(config.address)
+    endpoint = claim(address)
+    try:
+        for name in reclaim_stale_segments():
+            logger.info("reclaimed shared memory that a killed server left behind: %s", name)
+        pool = Pool(config.memory)
+        try:
+            core = Core(pool.slots)
+            server = Server(core, pool, config.chunk_tokens)
+            with private_files():
+                await server.start(endpoint.target)
+            loop = asyncio.get_running_loop()
+            pool.start(loop)
+            logger.info(
+                "serving at %s (pool %.2f GiB, chunks of %d tokens)",
+                address,
+                config.memory / 2**30,
+                config.chunk_tokens,
+            )
+            sweeper = loop.create_task(_sweep(core))
+            await _stop_signal(loop)
+            await _drain(core, server, config.drain_seconds)
+            sweeper.cancel()
+            await server.stop(_GRACE_SECONDS)
+        finally:
+            pool.stop()
+    finally:
+        endpoint.close()
+
+
+async def _sweep(core: Core) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_SECONDS)
+        try:
+            core.sweep()
+        except Exception:
+            logger.exception("a sweep failed; the next one follows")
+
+
+async def _stop_signal(loop: asyncio.AbstractEventLoop) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+async def _drain(core: Core, server: Server, seconds: float) -> None:
+    """Take nothing new, and wait until the copies under way are done."""
+    core.draining = True
+    await server.refuse_new_work()
+    logger.info("draining: %d sessions, %d leases", len(core.sessions), len(core.leases))
+    deadline = core.clock() + seconds
+    # Polled: an event would have to be set from every place that frees a lock or a slot.
+    while not core.is_idle and core.clock() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(_DRAIN_POLL_SECONDS)
+    if not core.is_idle:
+        logger.warning("stopping although some copies are not done after %g s", seconds)

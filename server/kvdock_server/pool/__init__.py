@@ -1,0 +1,1 @@
+"""Host memory: a shared-memory segment and the slots in it."""

@@ -1,0 +1,166 @@
+"""The pool's shared-memory segment: made at start, faulted in behind the running server.
+
+The segment is a file under /dev/shm on which the server holds a lock (flock) for as long as it
+lives. That is how a segment left behind by a killed server is told from a live one's, whatever
+became of process ids since.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SHM = Path("/dev/shm")
+_PREFIX = "kvdock-"
+_STEP_BYTES = 64 << 20
+_FAULT_THREADS = 4
+
+# From <linux/mman.h>; the mmap module does not name the second one.
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class PoolError(Exception):
+    """The pool cannot be had as asked for. The message has the numbers and what to do."""
+
+
+class Segment:
+    """One named piece of shared memory, mapped into this process.
+
+    ``address`` is where it is mapped, ``view`` its bytes. Nothing is backed by memory until
+    ``fault_in``; touching a page before that could kill the process where /dev/shm is full.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Make and map a segment of ``nbytes``; PoolError if this host has less memory."""
+        _check_room(nbytes)
+        self.nbytes = nbytes
+        self.shm_name = f"/{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
+        self._path = SHM / self.shm_name[1:]
+        self._fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._fd, nbytes)
+            self._map = mmap.mmap(self._fd, nbytes)
+        except BaseException:
+            self.unlink()
+            raise
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        # Large pages make copies faster; kernels that do not offer them here say so, no matter.
+        _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
+
+    def fault_in(self, step_bytes: int, ready: Callable[[int, int], None]) -> None:
+        """Back the segment with memory on several threads, and return at once.
+
+        ``ready(offset, nbytes)`` is called from those threads for each piece, a multiple of
+        ``step_bytes`` long. If memory runs out, that is logged and the rest never becomes ready.
+        """
+        piece = max(_STEP_BYTES // step_bytes, 1) * step_bytes
+        offsets = iter(range(0, self.nbytes, piece))
+        lock = threading.Lock()
+
+        def work() -> None:
+            while not self._stop.is_set():
+                with lock:
+                    offset = next(offsets, None)
+                if offset is None:
+                    return
+                nbytes = min(piece, self.nbytes - offset)
+                try:
+                    self._populate(offset, nbytes)
+                except OSError as error:
+                    self._stop.set()
+                    logger.error(
+                        "the pool stays at %d bytes or less: no memory for more (%s); "
+                        "start with less --memory or enlarge %s",
+                        offset,
+                        error,
+                        SHM,
+                    )
+                    return
+                ready(offset, nbytes)
+
+        count = min(_FAULT_THREADS, os.cpu_count() or 1)
+        for number in range(count):
+            thread = threading.Thread(target=work, name=f"fault-in-{number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def unlink(self) -> None:
+        """Remove the name. Mappings that clients have stay valid."""
+        self._path.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """End faulting in, and remove the name. The mapping lives until the process ends."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        self.unlink()
+
+    def _populate(self, offset: int, nbytes: int) -> None:
+        """Back a range with memory. OSError if there is none; never SIGBUS."""
+        if _libc.madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE) == 0:
+            return
+        # Older kernels (before 5.14) lack it. Reserving first makes touching safe.
+        os.posix_fallocate(self._fd, offset, nbytes)
+        for page in range(offset, offset + nbytes, mmap.PAGESIZE):
+            self._map[page] = 0
+
+
+def reclaim_stale_segments() -> list[str]:
+    """Remove this user's segments whose server is gone; their names."""
+    removed = []
+    for path in SHM.glob(f"{_PREFIX}{os.getuid()}-*"):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # gone meanwhile, or not ours after all
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # a live server's
+        else:
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _check_room(nbytes: int) -> None:
+    stats = os.statvfs(SHM)
+    free = stats.f_bavail * stats.f_frsize
+    if nbytes > free:
+        raise PoolError(
+            f"--memory {nbytes} bytes, but {SHM} has {free} bytes free: start with less --memory, "
+            f"or enlarge {SHM} (in a container: --shm-size)"
+        )
+    available = _available_memory()
+    if nbytes > available:
+        raise PoolError(
+            f"--memory {nbytes} bytes, but this host has {available} bytes available: start with "
+            "less --memory"
+        )
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":", 1)
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise PoolError("/proc/meminfo has no MemAvailable: this kernel is not supported")

@@ -1,0 +1,155 @@
+"""AdminService: what a server holds, for operators and tools."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+from kvdock.v1 import admin_pb2 as pb
+from kvdock.v1 import admin_pb2_grpc, session_pb2
+from kvdock.v1 import types_pb2 as types
+from kvdock_server import __version__
+from kvdock_server.core import Core
+from kvdock_server.index.chunk import Part
+from kvdock_server.index.index import Space
+from kvdock_server.pool.pool import Pool
+from kvdock_server.rpc.status import Context, streaming, unary
+from kvdock_server.rpc.verbs import namespace_to_proto
+
+_PARTS_A_MESSAGE = 1_000
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """See admin.proto."""
+
+    def __init__(self, core: Core, pool: Pool, chunk_tokens: int) -> None:
+        self._core = core
+        self._pool = pool
+        self._chunk_tokens = chunk_tokens
+        self._started = core.clock()
+
+    @unary
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802
+        core, segment = self._core, self._pool.segment
+        leases_of: dict[int | None, int] = {}
+        locks = 0
+        for lease in core.leases:
+            leases_of[lease.owner] = leases_of.get(lease.owner, 0) + 1
+            locks += lease.locks
+        counters = core.counters
+        totals = core.index.totals
+        return pb.StatusResponse(
+            epoch=core.epoch,
+            version=__version__,
+            pid=os.getpid(),
+            uptime_ms=round((core.clock() - self._started) * 1000),
+            pool=pb.PoolStatus(
+                total_bytes=self._pool.slots.limit_bytes,
+                ready_bytes=self._pool.slots.ready_bytes,
+                used_bytes=core.index.sealed_bytes,
+                reserved_bytes=core.index.reserved_bytes,
+            ),
+            index=pb.IndexStatus(
+                namespaces=len(core.index.spaces),
+                chunks=sum(len(space.chunks) for space in core.index.spaces),
+                parts=sum(space.visible_parts for space in core.index.spaces),
+                locked_parts=core.index.pinned_parts,
+                leases=len(core.leases),
+                locks=locks,
+                pending_parts=core.index.pending_parts,
+            ),
+            sessions=[
+                pb.SessionStatus(
+                    session_id=session.session_id,
+                    engine_id=session.engine_id,
+                    role=session_pb2.SessionRole.ValueType(session.role.value),
+                    worker_id=session.worker_id,
+                    kv_worker_id=session.kv_worker_id,
+                    client=session.client,
+                    leases=leases_of.get(session.session_id, 0),
+                    reserved_chunks=session.reserved_chunks,
+                    mode=types.TransferMode.ValueType(session.mode.value),
+                    mode_reason=session.mode_reason,
+                    expired=session.expired,
+                )
+                for session in core.sessions
+            ],
+            counters=pb.Counters(
+                lookups=counters.lookups,
+                lookup_chunks=counters.lookup_chunks,
+                hit_chunks=counters.hit_chunks,
+                stored_shards=counters.stored_shards,
+                stored_bytes=counters.stored_bytes,
+                retrieved_shards=counters.retrieved_shards,
+                retrieved_bytes=counters.retrieved_bytes,
+                evicted_parts=totals.evicted_parts,
+                no_space=totals.no_space,
+                abandoned_parts=totals.abandoned_parts,
+                host_to_device_bytes=counters.host_to_device_bytes,
+                device_to_host_bytes=counters.device_to_host_bytes,
+            ),
+            chunk_tokens=self._chunk_tokens,
+            segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],
+            draining=core.draining,
+        )
+
+    @unary
+    async def ListNamespaces(  # noqa: N802
+        self, request: pb.ListNamespacesRequest, context: Context
+    ) -> pb.ListNamespacesResponse:
+        return pb.ListNamespacesResponse(
+            namespaces=[
+                pb.NamespaceStatus(
+                    namespace=namespace_to_proto(space.namespace),
+                    parts=space.visible_parts,
+                    bytes=space.sealed_bytes,
+                )
+                for space in self._core.index.spaces
+            ]
+        )
+
+    @streaming
+    async def ListChunks(  # noqa: N802
+        self, request: pb.ListChunksRequest, context: Context
+    ) -> AsyncIterator[pb.ListChunksResponse]:
+        space = self._core.index.space(request.namespace)
+        chunks = list(space.chunks.values())
+        response = pb.ListChunksResponse()
+        for chunk in chunks:
+            for part in chunk.parts:
+                if part is not None:
+                    response.parts.append(_part_status(space, part))
+            if len(response.parts) >= _PARTS_A_MESSAGE:
+                yield response
+                response = pb.ListChunksResponse()
+                await asyncio.sleep(0)
+        if response.parts:
+            yield response
+
+    @unary
+    async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:  # noqa: N802
+        return pb.ClearResponse(parts=self._core.clear(request.namespace))
+
+    @unary
+    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
+        parts, nbytes = self._core.index.evict(request.bytes or None)
+        return pb.EvictResponse(parts=parts, bytes=nbytes)
+
+
+def _part_status(space: Space, part: Part) -> pb.PartStatus:
+    chunk = part.chunk
+    nbytes = sum(
+        space.shard_bytes(part.position, shard)
+        for shard, offset in enumerate(part.slots)
+        if offset >= 0
+    )
+    return pb.PartStatus(
+        key=chunk.key,
+        parent_key=chunk.parent.key if chunk.parent else b"",
+        group_idx=space.namespace.groups[part.position].group_idx,
+        sealed_shards=part.sealed_shards,
+        bytes=nbytes,
+        locks=part.pins,
+        visible=part.visible,
+    )

@@ -1,0 +1,74 @@
+"""The gRPC server: every service over one core."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from kvdock.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)
+from kvdock_server.core import Core
+from kvdock_server.pool.pool import Pool
+from kvdock_server.rpc.admin import AdminService
+from kvdock_server.rpc.cache import CacheService
+from kvdock_server.rpc.reflection import add_reflection
+from kvdock_server.rpc.session import SessionService
+
+MAX_MESSAGE_BYTES = 4 << 20
+
+SERVICE_NAMES = [
+    descriptor.services_by_name[service].full_name
+    for descriptor, service in (
+        (cache_pb2.DESCRIPTOR, "CacheService"),
+        (session_pb2.DESCRIPTOR, "SessionService"),
+        (admin_pb2.DESCRIPTOR, "AdminService"),
+    )
+]
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Two servers on one TCP port would share its clients at random.
+    ("grpc.so_reuseport", 0),
+    # Go clients and proxies ping every 10 to 30 s. This is the name that the library reads.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+
+
+class Server:
+    """A gRPC server that is not listening yet."""
+
+    def __init__(self, core: Core, pool: Pool, chunk_tokens: int) -> None:
+        self._grpc = grpc.aio.server(options=_OPTIONS)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(core, pool), self._grpc)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(
+            SessionService(core, pool, chunk_tokens), self._grpc
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminService(core, pool, chunk_tokens), self._grpc
+        )
+        add_reflection(self._grpc, [*SERVICE_NAMES, "grpc.health.v1.Health"])
+
+    async def start(self, target: str) -> None:
+        """Listen. RuntimeError if the address is taken."""
+        self._grpc.add_insecure_port(target)
+        await self._grpc.start()
+        for name in ("", *SERVICE_NAMES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def refuse_new_work(self) -> None:
+        """Tell health checks that the server is going away."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace: float) -> None:
+        """Stop listening, and end the calls that are left after ``grace`` seconds."""
+        await self._grpc.stop(grace)

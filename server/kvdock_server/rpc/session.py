@@ -1,0 +1,149 @@
+"""SessionService: one stream a process, carrying all its verbs and its signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from kvdock.v1 import session_pb2 as pb
+from kvdock.v1 import session_pb2_grpc
+from kvdock.v1 import types_pb2 as types
+from kvdock_server import __version__, sessions
+from kvdock_server.core import Core
+from kvdock_server.errors import invalid
+from kvdock_server.pool.pool import Pool
+from kvdock_server.rpc import copies, verbs
+from kvdock_server.rpc.status import Context, as_request_error, to_proto
+from kvdock_server.rpc.status import abort as abort_call
+
+_OPEN_SECONDS = 5.0
+
+
+class SessionService(session_pb2_grpc.SessionServiceServicer):
+    """See session.proto."""
+
+    def __init__(self, core: Core, pool: Pool, chunk_tokens: int) -> None:
+        self._core = core
+        self._pool = pool
+        self._chunk_tokens = chunk_tokens
+
+    async def Session(  # type: ignore[override]  # noqa: N802
+        self, requests: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> None:
+        try:
+            first = await asyncio.wait_for(anext(requests, None), _OPEN_SECONDS)
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no open within {_OPEN_SECONDS:g} s: it must be the first message of a session",
+            )
+        if first is None:
+            return
+        try:
+            session = self._open(first)
+        except Exception as error:
+            await abort_call(context, as_request_error(error))
+        stream = _SessionStream(self._core, session, context)
+        try:
+            await stream.write(pb.SessionResponse(id=first.id, open=self._opened(session)))
+            await stream.serve(requests)
+        finally:
+            await stream.close()
+            self._core.close_session(session)
+
+    def _open(self, first: pb.SessionRequest) -> sessions.Session:
+        if first.WhichOneof("request") != "open":
+            raise invalid("the first message of a session must be open")
+        request = first.open
+        if request.role not in (role.value for role in sessions.Role):
+            raise invalid(f"role {request.role}: say which part of the engine this is")
+        return self._core.open_session(
+            engine_id=request.engine_id,
+            role=sessions.Role(request.role),
+            worker_id=request.worker_id,
+            kv_worker_id=request.kv_worker_id,
+            ttl_ms=request.ttl_ms,
+            client=request.client,
+        )
+
+    def _opened(self, session: sessions.Session) -> pb.OpenResponse:
+        segment = self._pool.segment
+        return pb.OpenResponse(
+            session_id=session.session_id,
+            epoch=self._core.epoch,
+            server_version=__version__,
+            chunk_tokens=self._chunk_tokens,
+            ttl_ms=round(session.ttl * 1000),
+            segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],
+        )
+
+
+class _SessionStream:
+    """Answers the requests of one session."""
+
+    def __init__(self, core: Core, session: sessions.Session, context: Context) -> None:
+        self._core = core
+        self._session = session
+        self._context = context
+        self._write_lock = asyncio.Lock()
+        self._copies: set[asyncio.Task[None]] = set()
+
+    async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        """Answer until the client ends the stream."""
+        async for request in requests:
+            kind = request.WhichOneof("request")
+            if kind in ("store", "retrieve"):
+                task = asyncio.create_task(self._copy(request, kind))
+                self._copies.add(task)
+                task.add_done_callback(self._copies.discard)
+            else:
+                await self.write(self._answer(request, kind))
+
+    async def write(self, response: pb.SessionResponse) -> None:
+        """Send one answer; answers of copies come from tasks of their own."""
+        async with self._write_lock:
+            await self._context.write(response)
+
+    async def close(self) -> None:
+        """End the copies under way; their memory must not be given back before."""
+        for task in self._copies:
+            task.cancel()
+        await asyncio.gather(*self._copies, return_exceptions=True)
+
+    def _answer(self, request: pb.SessionRequest, kind: str | None) -> pb.SessionResponse:
+        response = pb.SessionResponse(id=request.id)
+        try:
+            self._check(request, kind)
+            if kind == "heartbeat":
+                response.heartbeat.epoch = self._core.epoch
+            elif kind in verbs.VERBS:
+                answer = verbs.VERBS[kind](self._core, self._session, getattr(request, kind))
+                getattr(response, kind).CopyFrom(answer)
+            else:
+                raise invalid(f"a session takes no {kind or 'empty message'} here")
+        except Exception as error:
+            response.error.CopyFrom(to_proto(as_request_error(error)))
+        return response
+
+    async def _copy(self, request: pb.SessionRequest, kind: str) -> None:
+        response = pb.SessionResponse(id=request.id)
+        try:
+            self._check(request, kind)
+            message: Any = getattr(request, kind)
+            verb: Any = copies.store if kind == "store" else copies.retrieve
+            getattr(response, kind).CopyFrom(await verb(self._core, self._session, message))
+        except Exception as error:
+            response.error.CopyFrom(to_proto(as_request_error(error)))
+        await self.write(response)
+
+    def _check(self, request: pb.SessionRequest, kind: str | None) -> None:
+        """Note the sign of life; RequestError if the session expired or another one is named."""
+        session = self._core.sessions.get(self._session.session_id)
+        session.last_seen = self._core.clock()
+        message = getattr(request, kind) if kind else None
+        named = getattr(message, "session_id", 0)
+        if named not in (0, session.session_id):
+            raise invalid(f"session_id {named} on the stream of session {session.session_id}")

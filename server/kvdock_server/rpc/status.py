@@ -1,0 +1,89 @@
+"""From errors of the domain to what a gRPC client sees."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from kvdock.v1 import types_pb2 as pb
+from kvdock_server.errors import Reason, RequestError
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """The error itself, or, for a fault of the server, one that says so after logging it."""
+    if isinstance(error, RequestError):
+        return error
+    logger.error("a request failed by a fault of the server", exc_info=error)
+    return RequestError(
+        Reason.INTERNAL, f"a fault of the server ({error!r}): its log has more; please report it"
+    )
+
+
+def to_proto(error: RequestError) -> pb.Error:
+    """The error as a session stream carries it."""
+    return pb.Error(code=error.reason.code.value, message=error.message, reason=error.reason.name)
+
+
+async def abort(context: Context, error: RequestError) -> NoReturn:
+    """End a call with the error's status code, message and google.rpc.ErrorInfo."""
+    info = any_pb2.Any()
+    info.Pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain="kvdock"))
+    status = status_pb2.Status(code=error.reason.code.value, message=error.message, details=[info])
+    await context.abort(
+        _STATUS_CODES[error.reason.code.value],
+        error.message,
+        trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),),
+    )
+    raise AssertionError("abort returned")
+
+
+def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """Let a servicer's method answer errors of the domain as status codes."""
+
+    @functools.wraps(method)
+    async def wrapped(self: object, request: Any, context: Context) -> T:
+        try:
+            return await method(self, request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, as_request_error(error))
+
+    return wrapped
+
+
+def streaming(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIterator[T]]:
+    """Likewise for a method that answers with a stream.
+
+    The method is a generator, which is closed before the call ends, however it ends: what it holds
+    is released at once and not by the garbage collector.
+    """
+
+    @functools.wraps(method)
+    async def wrapped(self: object, request: Any, context: Context) -> None:
+        try:
+            async with contextlib.aclosing(method(self, request, context)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    await context.write(response)
+        except (grpc.aio.AbortError, grpc.aio.BaseError):
+            raise
+        except Exception as error:
+            await abort(context, as_request_error(error))
+
+    # grpc.aio also takes a coroutine that writes its responses; the stubs do not know that.
+    return wrapped  # type: ignore[return-value]

@@ -1,0 +1,209 @@
+"""The verbs as functions from message to message.
+
+CacheService and the session stream share them: ``VERBS`` has, for each kind of request that is
+answered at once, the function that answers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvdock.v1 import cache_pb2 as pb
+from kvdock.v1 import types_pb2 as types
+from kvdock_server.core import Core, check_session
+from kvdock_server.errors import invalid
+from kvdock_server.index.index import ReserveStatus, Slot
+from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.sessions import Mode, Session
+
+Status = types.ChunkStatus
+
+RESERVE_STATUS = {
+    ReserveStatus.RESERVED: types.CHUNK_STATUS_RESERVED,
+    ReserveStatus.EXISTS: types.CHUNK_STATUS_EXISTS,
+    ReserveStatus.NO_SPACE: types.CHUNK_STATUS_NO_SPACE,
+    ReserveStatus.PARENT_MISSING: types.CHUNK_STATUS_PARENT_MISSING,
+}
+
+
+def register_namespace(
+    core: Core, session: Session | None, request: pb.RegisterNamespaceRequest
+) -> pb.RegisterNamespaceResponse:
+    created = core.index.register(namespace_from_proto(request.namespace))
+    return pb.RegisterNamespaceResponse(epoch=core.epoch, created=created)
+
+
+def lookup(core: Core, session: Session | None, request: pb.LookupRequest) -> pb.LookupResponse:
+    hit = core.lookup(
+        session,
+        request.namespace,
+        list(request.keys),
+        readers=request.readers,
+        probe=request.probe,
+        ttl_ms=request.ttl_ms,
+    )
+    response = pb.LookupResponse(
+        epoch=core.epoch,
+        hit_chunks=hit.chunks,
+        lease_id=hit.lease.lease_id if hit.lease else 0,
+    )
+    if hit.spans:
+        groups = core.index.space(request.namespace).namespace.groups
+        for span in hit.spans:
+            response.groups.add(
+                group_idx=groups[span.position].group_idx,
+                first_chunk=span.first,
+                end_chunk=span.first + len(span.parts),
+            )
+    return response
+
+
+def free_locks(
+    core: Core, session: Session | None, request: pb.FreeLocksRequest
+) -> pb.FreeLocksResponse:
+    released = core.free_locks(
+        session,
+        [
+            (
+                lock.lease_id,
+                lock.first_chunk,
+                lock.end_chunk,
+                lock.reader if lock.HasField("reader") else None,
+                group_idx(lock),
+            )
+            for lock in request.locks
+        ],
+    )
+    return pb.FreeLocksResponse(epoch=core.epoch, released=released)
+
+
+def reserve(core: Core, session: Session | None, request: pb.ReserveRequest) -> pb.ReserveResponse:
+    session = check_session(session, Mode.SHARED)
+    check_event_data(request)
+    outcomes = core.reserve(
+        session,
+        request.namespace,
+        group_idx(request),
+        session.kv_worker_id,
+        request.parent_key,
+        request.keys,
+    )
+    reservation = core.open_reservation(session, outcomes)
+    response = pb.ReserveResponse(
+        epoch=core.epoch, reservation_id=reservation.reservation_id if reservation else 0
+    )
+    for outcome in outcomes:
+        if isinstance(outcome, Slot):
+            part = outcome.part
+            nbytes = part.chunk.space.shard_bytes(part.position, outcome.shard)
+            location = types.Location(offset=outcome.offset, length=nbytes)
+            response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
+        else:
+            response.chunks.add(status=RESERVE_STATUS[outcome])
+    return response
+
+
+def commit(core: Core, session: Session | None, request: pb.CommitRequest) -> pb.CommitResponse:
+    session = check_session(session, Mode.SHARED)
+    sealed = core.commit(session, request.reservation_id, request.chunks)
+    return pb.CommitResponse(
+        epoch=core.epoch,
+        statuses=[
+            types.CHUNK_STATUS_STORED if stored else types.CHUNK_STATUS_FAILED for stored in sealed
+        ],
+    )
+
+
+def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> pb.AbortResponse:
+    session = check_session(session, Mode.SHARED)
+    return pb.AbortResponse(epoch=core.epoch, aborted=core.abort(session, request.reservation_id))
+
+
+def retrieve_shared(
+    core: Core, session: Session | None, request: pb.RetrieveRequest
+) -> pb.RetrieveResponse:
+    """Retrieve for clients that copy by themselves: where the chunks lie."""
+    located = core.locate(
+        session,
+        request.lease_id,
+        group_idx(request),
+        request.first_chunk,
+        request.end_chunk,
+        shard=request.kv_worker_id,
+        reader=request.reader,
+    )
+    response = pb.RetrieveResponse(epoch=core.epoch)
+    for shard in located:
+        if shard is None:
+            response.chunks.add(status=types.CHUNK_STATUS_NOT_LOCKED)
+        else:
+            location = types.Location(offset=shard.offset, length=shard.nbytes)
+            response.chunks.add(status=types.CHUNK_STATUS_RETRIEVED, location=location)
+    return response
+
+
+Verb = Callable[[Core, Session | None, Any], Any]
+
+VERBS: dict[str, Verb] = {
+    "register_namespace": register_namespace,
+    "lookup": lookup,
+    "free_locks": free_locks,
+    "reserve": reserve,
+    "commit": commit,
+    "abort": abort,
+}
+
+
+def group_idx(message: Any) -> int | None:
+    """The message's group_idx; absent and 0 are different."""
+    return message.group_idx if message.HasField("group_idx") else None
+
+
+def check_event_data(request: Any) -> None:
+    """Raise RequestError unless there is event data for every key or for none."""
+    given: Sequence[types.ChunkEventData] = request.event_data
+    if given and len(given) != len(request.keys):
+        raise invalid(f"{len(given)} event_data for {len(request.keys)} keys: one each, or none")
+
+
+def namespace_from_proto(message: types.Namespace) -> Namespace:
+    """The namespace, its shard_bytes spread to one number a shard."""
+    groups = []
+    for group in message.groups:
+        if group.kind not in (kind.value for kind in GroupKind):
+            raise invalid(f"kind {group.kind} of group {group_idx(group)}: name what it needs")
+        sizes = tuple(group.shard_bytes)
+        if len(sizes) == 1:
+            sizes *= message.kv_world_size
+        if len(sizes) != message.kv_world_size:
+            raise invalid(
+                f"{len(sizes)} shard_bytes of group {group_idx(group)}: one, or kv_world_size "
+                f"({message.kv_world_size}) of them"
+            )
+        groups.append(Group(group_idx(group), GroupKind(group.kind), group.window_tokens, sizes))
+    return Namespace(
+        name=message.name,
+        chunk_tokens=message.chunk_tokens,
+        kv_world_size=message.kv_world_size,
+        groups=tuple(groups),
+        labels=dict(message.labels),
+    )
+
+
+def namespace_to_proto(namespace: Namespace) -> types.Namespace:
+    """The namespace as it was registered, with one number a shard."""
+    message = types.Namespace(
+        name=namespace.name,
+        labels=dict(namespace.labels),
+        chunk_tokens=namespace.chunk_tokens,
+        kv_world_size=namespace.kv_world_size,
+    )
+    for group in namespace.groups:
+        message.groups.add(
+            group_idx=group.group_idx,
+            kind=types.GroupKind.ValueType(group.kind.value),
+            window_tokens=group.window_tokens,
+            shard_bytes=group.shard_bytes,
+        )
+    return message

@@ -1,0 +1,134 @@
+"""Sessions: what each connected process holds."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.index.index import Slot
+
+DEFAULT_TTL_MS = 30_000
+MIN_TTL_MS = 1_000
+MAX_TTL_MS = 600_000
+
+
+class Role(Enum):
+    """The part of an engine that a session stands for. The values are those of the protocol."""
+
+    SCHEDULER = 1
+    WORKER = 2
+    TOOL = 3
+
+
+class Mode(Enum):
+    """How a session's bytes move. The values are those of the protocol."""
+
+    SERVER = 1
+    SHARED = 2
+    INLINE = 3
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Memory that a session is writing to; ``open`` has the slots by their index in the request."""
+
+    reservation_id: int
+    open: dict[int, Slot]
+
+
+@dataclass(eq=False)
+class Session:
+    """One connected process. ``last_seen`` is the loop's clock in seconds."""
+
+    session_id: int
+    engine_id: str
+    role: Role
+    worker_id: int
+    kv_worker_id: int
+    ttl: float
+    client: str
+    last_seen: float
+    mode: Mode = Mode.SHARED
+    mode_reason: str = "the client copies by itself"
+    expired: bool = False
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+
+    @property
+    def reserved_chunks(self) -> int:
+        """Chunks that it is writing."""
+        return sum(len(reservation.open) for reservation in self.reservations.values())
+
+
+class SessionTable:
+    """All sessions of a server."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, Session] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(
+        self,
+        now: float,
+        *,
+        engine_id: str,
+        role: Role,
+        worker_id: int,
+        kv_worker_id: int,
+        ttl_ms: int,
+        client: str,
+    ) -> Session:
+        """Open a session; RequestError where a field is out of its limits."""
+        if not 1 <= len(engine_id) <= 256:
+            raise invalid(f"engine_id of {len(engine_id)} characters: from 1 to 256")
+        if len(client) > 256:
+            raise invalid(f"client of {len(client)} characters: at most 256")
+        if role is not Role.WORKER and (worker_id or kv_worker_id):
+            raise invalid(
+                f"worker_id {worker_id} and kv_worker_id {kv_worker_id} of a {role.name} session: "
+                "both must be 0"
+            )
+        ttl_ms = ttl_ms or DEFAULT_TTL_MS
+        if not MIN_TTL_MS <= ttl_ms <= MAX_TTL_MS:
+            raise invalid(f"ttl_ms {ttl_ms}: from {MIN_TTL_MS} to {MAX_TTL_MS}, or 0")
+        session_id = secrets.randbits(63) or 1
+        session = Session(
+            session_id=session_id,
+            engine_id=engine_id,
+            role=role,
+            worker_id=worker_id,
+            kv_worker_id=kv_worker_id,
+            ttl=ttl_ms / 1000,
+            client=client,
+            last_seen=now,
+        )
+        self._sessions[session_id] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Forget a session."""
+        self._sessions.pop(session.session_id, None)
+
+    def get(self, session_id: int) -> Session:
+        """A live session; RequestError (UNKNOWN_SESSION, SESSION_EXPIRED) otherwise."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise RequestError(
+                Reason.UNKNOWN_SESSION,
+                f"session {session_id} ended or is of another server: open a session and use its "
+                "id",
+            )
+        if session.expired:
+            raise RequestError(
+                Reason.SESSION_EXPIRED,
+                f"session {session_id} was silent for more than {session.ttl:g} s and lost what it "
+                "held: open another one",
+            )
+        return session

@@ -1,0 +1,94 @@
+"""Fixtures shared by all tests: a real server in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+READY = "serving at"
+
+
+class ServerProcess:
+    """A server that this test started, and may kill and start again at the same address."""
+
+    def __init__(self, socket: Path, *arguments: str) -> None:
+        self.socket = socket
+        self.address = f"unix://{socket}"
+        self._arguments = arguments
+        self._log: list[str] = []
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start and wait until it serves; RuntimeError with its output if it does not."""
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "kvdock_server",
+                "--listen",
+                self.address,
+                *self._arguments,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in os.environ.items() if "KVDOCK" not in name},
+        )
+        assert self.process.stderr is not None
+        lines = []
+        for line in self.process.stderr:
+            lines.append(line)
+            if READY in line:
+                return self.process
+        raise RuntimeError(f"the server ended with {self.process.wait()}: {''.join(lines)}")
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> int:
+        """End it as an operator would; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=30)
+
+    def restart(self) -> None:
+        """Kill it and start another one at the same address."""
+        self.kill()
+        self.start()
+
+    @property
+    def log(self) -> str:
+        """What it has written since it served, up to its end. Only after it ended."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., ServerProcess]]:
+    """A function that starts a server with the given arguments, on a socket of its own."""
+    # Not tmp_path: a socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
+        servers: list[ServerProcess] = []
+
+        def start(*arguments: str, memory: str = "64MiB") -> ServerProcess:
+            socket = Path(folder) / f"{len(servers)}.sock"
+            servers.append(ServerProcess(socket, "--memory", memory, *arguments))
+            return servers[-1]
+
+        yield start
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture
+def server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
+    """A server with 64 MiB."""
+    return start_server()
