@@ -20,6 +20,9 @@ from kvdock.v1 import cache_pb2, session_pb2
 
 Handle = TypeVar("Handle")
 
+MISSED_HEARTBEATS = 3
+"""Heartbeats in a row that may go unanswered. They are sent every third of the TTL."""
+
 _FIELD_OF_REQUEST: Mapping[type[Message], str] = {
     session_pb2.OpenRequest: "open",
     session_pb2.HeartbeatRequest: "heartbeat",
@@ -55,7 +58,7 @@ class SessionProtocol(Generic[Handle]):
         is too large, TypeError if a session stream does not carry its type.
         """
         if self._over is not None:
-            raise type(self._over)(self._over.message)
+            raise _again(self._over)
         field = _FIELD_OF_REQUEST.get(type(message))
         if field is None:
             raise TypeError(f"a session stream does not carry {type(message).__name__}")
@@ -109,6 +112,13 @@ def session_lost(error: KVDockError) -> SessionLost:
     lost = SessionLost(f"the session ended: {error.message}", code=error.code, reason=error.reason)
     lost.__cause__ = error
     return lost
+
+
+def _again(error: KVDockError) -> KVDockError:
+    """A copy to raise: one exception raised many times would collect all their tracebacks."""
+    copy = type(error)(error.message, code=error.code, reason=error.reason)
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 def undo(answer: Message) -> Message | None:

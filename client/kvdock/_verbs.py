@@ -7,12 +7,15 @@ these. Nothing here does I/O. What a function's arguments mean stands at the met
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
+from kvdock._version import __version__
 from kvdock.channel import MAX_MESSAGE_BYTES
 from kvdock.errors import InvalidArgument
 from kvdock.types import (
@@ -65,21 +68,26 @@ def milliseconds(seconds: float | None) -> int:
 
 
 def open_session(
-    engine_id: str,
-    role: SessionRole,
+    engine_id: str | None,
+    role: SessionRole | str,
     worker_id: int,
     kv_worker_id: int,
     ttl: float | None,
-    client: str,
+    client: str | None,
 ) -> session_pb2.OpenRequest:
-    """The first message of a session."""
+    """The first message of a session. A role may be named in lower case."""
+    if isinstance(role, str):
+        names = [member.name.lower() for member in SessionRole]
+        if role not in names:
+            raise InvalidArgument(f"role {role!r} is none of {', '.join(names)}")
+        role = SessionRole[role.upper()]
     return session_pb2.OpenRequest(
-        engine_id=engine_id,
+        engine_id=engine_id or f"tool-{uuid.uuid4()}",
         role=session_pb2.SessionRole.ValueType(role),
         worker_id=worker_id,
         kv_worker_id=kv_worker_id,
         ttl_ms=milliseconds(ttl),
-        client=client,
+        client=client or f"kvdock/{__version__} pid {os.getpid()}",
     )
 
 

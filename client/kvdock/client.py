@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -17,7 +15,6 @@ from kvdock import _health, _verbs
 from kvdock._idle import Cancellable, IdleLimit
 from kvdock._inline import GetTransfer, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
-from kvdock._version import __version__
 from kvdock.address import Address, default_address, parse
 from kvdock.channel import options
 from kvdock.errors import DeadlineExceeded, from_rpc_error
@@ -258,14 +255,7 @@ class Client:
         """
         session = Session(
             session_pb2_grpc.SessionServiceStub(self._channel).Session,
-            _verbs.open_session(
-                engine_id or f"tool-{uuid.uuid4()}",
-                session_role(role),
-                worker_id,
-                kv_worker_id,
-                ttl,
-                client or f"kvdock/{__version__} pid {os.getpid()}",
-            ),
+            _verbs.open_session(engine_id, role, worker_id, kv_worker_id, ttl, client),
             address=self.address,
             timeout=self.timeout if timeout is None else timeout,
             on_lost=on_lost,
@@ -327,8 +317,3 @@ class Client:
                 raise from_rpc_error(error, str(self.address)) from error
             finally:
                 call.cancel()
-
-
-def session_role(role: SessionRole | str) -> SessionRole:
-    """The role, also by its name in lower case."""
-    return role if isinstance(role, SessionRole) else SessionRole[role.upper()]

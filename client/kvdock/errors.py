@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
 
 from kvdock.v1 import types_pb2
 
@@ -195,7 +196,8 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
     reason = _reason(getattr(error, "trailing_metadata", lambda: None)())
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
         message = (
-            f"no KVDock server answers at {server}: {message}. Start one with `kvdock serve`, or "
+            # gRPC's text tells the address twice before it says what is wrong.
+            f"no KVDock server answers at {server}: {message.rpartition('error: ')[2]}. Start one with `kvdock serve`, or "
             f"say where it is with KVDOCK_ADDRESS"
         )
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -213,8 +215,8 @@ def _reason(trailing_metadata: Iterable[tuple[str, bytes]] | None) -> str:
     for key, value in trailing_metadata or ():
         if key != _DETAILS_KEY:
             continue
-        for detail in status_pb2.Status.FromString(value).details:
-            info = error_details_pb2.ErrorInfo()
+        for detail in Status.FromString(value).details:
+            info = ErrorInfo()
             if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
-                return str(info.reason)
+                return info.reason
     return ""

@@ -21,7 +21,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvdock import _verbs
-from kvdock._protocol import SessionProtocol, undo
+from kvdock._protocol import MISSED_HEARTBEATS, SessionProtocol, undo
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address
 from kvdock.errors import (
@@ -54,9 +54,6 @@ _log = logging.getLogger(__name__)
 
 # Seconds that close() gives the server to end the stream in order before it is cut off.
 _CLOSE_SECONDS = 1.0
-
-# Heartbeats that may go unanswered; the session's TTL holds three.
-_MISSED_HEARTBEATS = 3
 
 StartStream = Callable[[Iterator[session_pb2.SessionRequest]], Any]
 
@@ -421,8 +418,8 @@ class _Stream:
     def _heartbeat(self, interval: float) -> None:
         while not self._ended.wait(interval):
             self._missed_heartbeats += 1
-            if self._missed_heartbeats > _MISSED_HEARTBEATS:
-                silent_for = interval * _MISSED_HEARTBEATS
+            if self._missed_heartbeats > MISSED_HEARTBEATS:
+                silent_for = interval * MISSED_HEARTBEATS
                 self._given_up = Unavailable(
                     f"the server at {self._server} did not answer for {silent_for:g} s"
                 )

@@ -1,0 +1,301 @@
+"""The client of the asyncio face: :class:`kvdock.Client` with coroutines."""
+
+# Deadlines are arguments here as in the blocking face, since passing one has a meaning of its own:
+# what a late answer grants is given back.
+# ruff: noqa: ASYNC109
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import grpc
+import grpc.aio
+
+from kvdock import _health, _verbs
+from kvdock._inline import GetTransfer, PutTransfer
+from kvdock._verbs import Call, Request, Response, Result
+from kvdock.address import Address, default_address, parse
+from kvdock.aio.session import Session
+from kvdock.channel import options
+from kvdock.client import DEFAULT_TIMEOUT, Progress
+from kvdock.errors import DeadlineExceeded, from_rpc_error
+from kvdock.types import (
+    ChunkEventData,
+    ChunkStatus,
+    Evicted,
+    Hit,
+    Lease,
+    Namespace,
+    NamespaceStatus,
+    PartStatus,
+    SessionRole,
+)
+from kvdock.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, session_pb2_grpc
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+
+class Client:
+    """A server, asked call by call. As :class:`kvdock.Client`; make it inside its event loop."""
+
+    def __init__(self, address: str | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self.address: Address = parse(address or default_address())
+        self.timeout = timeout
+        self._channel = grpc.aio.insecure_channel(self.address.target, options(self.address))
+        self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+    async def register_namespace(
+        self, namespace: Namespace, *, timeout: float | None = None
+    ) -> bool:
+        """As :meth:`kvdock.Client.register_namespace`."""
+        call = _verbs.register_namespace(namespace)
+        return await self._call(self._cache.RegisterNamespace, call, timeout)
+
+    async def lookup(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        *,
+        readers: int = 1,
+        probe: bool = False,
+        ttl: float | None = None,
+        timeout: float | None = None,
+    ) -> Hit:
+        """As :meth:`kvdock.Client.lookup`."""
+        call = _verbs.lookup(namespace, keys, readers, probe, ttl)
+        return await self._call(self._cache.Lookup, call, timeout)
+
+    async def free_locks(
+        self,
+        lease: Lease | int,
+        first: int = 0,
+        end: int = 0,
+        *,
+        reader: int | None = None,
+        group_idx: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """As :meth:`kvdock.Client.free_locks`."""
+        call = _verbs.free_locks(lease, first, end, reader, group_idx)
+        return await self._call(self._cache.FreeLocks, call, timeout)
+
+    async def put(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        shards: Sequence[ReadableBuffer],
+        *,
+        parent: bytes = b"",
+        group_idx: int | None = None,
+        kv_worker_id: int = 0,
+        event_data: Sequence[ChunkEventData] | None = None,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> list[ChunkStatus]:
+        """As :meth:`kvdock.Client.put`."""
+        transfer = PutTransfer(
+            namespace,
+            keys,
+            shards,
+            parent=parent,
+            group_idx=group_idx,
+            kv_worker_id=kv_worker_id,
+            event_data=event_data,
+        )
+        answered = asyncio.Event()
+
+        async def requests() -> AsyncIterator[cache_pb2.PutRequest]:
+            # Runs in a task of gRPC's.
+            yield transfer.open
+            await answered.wait()
+            for message in transfer.data():
+                yield message
+                touch()
+                if progress is not None:
+                    progress(len(message.data.data))
+
+        responses = self._cache.Put(requests())
+        async with self._stream(responses, timeout) as touch:
+            try:
+                async for response in responses:
+                    touch()
+                    transfer.feed(response)
+                    answered.set()
+            finally:
+                answered.set()
+        return transfer.result()
+
+    async def get(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        *,
+        group_idx: int | None = None,
+        kv_worker_id: int = 0,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> list[bytes | None]:
+        """As :meth:`kvdock.Client.get`."""
+        transfer = GetTransfer(namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id)
+        await self._get(transfer, progress, timeout)
+        return transfer.result()
+
+    async def get_into(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        buffers: Sequence[WriteableBuffer],
+        *,
+        group_idx: int | None = None,
+        kv_worker_id: int = 0,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """As :meth:`kvdock.Client.get_into`."""
+        transfer = GetTransfer(
+            namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id, buffers=buffers
+        )
+        await self._get(transfer, progress, timeout)
+        return transfer.num_complete
+
+    async def status(self, *, timeout: float | None = None) -> admin_pb2.StatusResponse:
+        """As :meth:`kvdock.Client.status`."""
+        return await self._call(self._admin.Status, _verbs.status(), timeout)
+
+    async def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
+        """As :meth:`kvdock.Client.namespaces`."""
+        return await self._call(self._admin.ListNamespaces, _verbs.namespaces(), timeout)
+
+    async def chunks(
+        self, namespace: str, *, timeout: float | None = None
+    ) -> AsyncIterator[PartStatus]:
+        """As :meth:`kvdock.Client.chunks`."""
+        responses = self._admin.ListChunks(_verbs.list_chunks(namespace))
+        async with self._stream(responses, timeout) as touch:
+            async for response in responses:
+                touch()
+                for part in response.parts:
+                    yield PartStatus.from_proto(part)
+
+    async def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
+        """As :meth:`kvdock.Client.clear`."""
+        return await self._call(self._admin.Clear, _verbs.clear(namespace), timeout)
+
+    async def evict(self, nbytes: int = 0, *, timeout: float | None = None) -> Evicted:
+        """As :meth:`kvdock.Client.evict`."""
+        return await self._call(self._admin.Evict, _verbs.evict(nbytes), timeout)
+
+    async def health(self, service: str = "", *, timeout: float | None = None) -> str:
+        """As :meth:`kvdock.Client.health`."""
+        check = self._channel.unary_unary(
+            _health.CHECK,
+            request_serializer=_health.request,
+            response_deserializer=_health.status,
+        )
+        try:
+            status: str = await check(service, timeout=self._seconds(timeout))
+            return status
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, str(self.address)) from error
+
+    async def session(
+        self,
+        engine_id: str | None = None,
+        *,
+        role: SessionRole | str = SessionRole.TOOL,
+        worker_id: int = 0,
+        kv_worker_id: int = 0,
+        ttl: float | None = None,
+        client: str | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        timeout: float | None = None,
+    ) -> Session:
+        """As :meth:`kvdock.Client.session`; ``on_lost`` is called in the event loop."""
+        session = await Session.open(
+            session_pb2_grpc.SessionServiceStub(self._channel).Session,
+            _verbs.open_session(engine_id, role, worker_id, kv_worker_id, ttl, client),
+            address=self.address,
+            timeout=self._seconds(timeout),
+            on_lost=on_lost,
+        )
+        self._sessions.add(session)
+        return session
+
+    async def close(self) -> None:
+        """As :meth:`kvdock.Client.close`."""
+        for session in list(self._sessions):
+            await session.close()
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        call: Call[Request, Response, Result],
+        timeout: float | None,
+    ) -> Result:
+        _verbs.check_size(call.request)
+        try:
+            return call.read(await method(call.request, timeout=self._seconds(timeout)))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, str(self.address)) from error
+
+    async def _get(
+        self, transfer: GetTransfer, progress: Progress | None, timeout: float | None
+    ) -> None:
+        responses = self._cache.Get(transfer.request)
+        async with self._stream(responses, timeout) as touch:
+            async for response in responses:
+                touch()
+                moved = transfer.feed(response)
+                if progress is not None:
+                    progress(moved)
+
+    @contextlib.asynccontextmanager
+    async def _stream(
+        self, call: grpc.aio.Call, timeout: float | None
+    ) -> AsyncIterator[Callable[[], None]]:
+        """Limits the pauses of a stream, translates its errors, and ends it with the block.
+
+        Gives the function that says that the stream moves.
+        """
+        seconds = self._seconds(timeout)
+        loop = asyncio.get_running_loop()
+
+        def touch() -> None:
+            if not call.done():
+                limit.reschedule(loop.time() + seconds)
+
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                try:
+                    yield touch
+                finally:
+                    call.cancel()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"nothing moved from or to {self.address} for {seconds:g} s"
+            ) from None
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, str(self.address)) from error
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
