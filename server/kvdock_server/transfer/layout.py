@@ -1,0 +1,106 @@
+"""How a worker's KV cache lies in device memory, as the worker describes it.
+
+A layout is a list of regions. A region is one contiguous piece of every block, mostly one layer's
+page: block ``b`` has its bytes at ``offset + b * block_stride`` of one allocation. That single form
+covers every cache that engines make: K and V apart or together, layers apart or in one allocation,
+blocks or layers outermost, padded and permuted strides. What the page's bytes mean is nobody's
+business here.
+
+In host memory a block is its regions one behind the other, in the order in which they are listed,
+and a chunk is its blocks one behind the other. That order does not depend on the device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+UUID_BYTES = 16
+IPC_HANDLE_BYTES = 64
+
+
+class LayoutError(ValueError):
+    """A described layout cannot be: it leaves its allocation, or a number is out of its limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAllocation:
+    """One whole allocation of device memory of another process.
+
+    ``ipc_handle`` (64 bytes) always stands for all of it, ``nbytes`` is its size, and
+    ``device_uuid`` (16 bytes) says where it is: ordinals differ between processes.
+    """
+
+    ipc_handle: bytes
+    nbytes: int
+    device_uuid: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.ipc_handle) != IPC_HANDLE_BYTES:
+            raise LayoutError(f"an IPC handle has 64 bytes, this one has {len(self.ipc_handle)}")
+        if len(self.device_uuid) != UUID_BYTES:
+            raise LayoutError(f"a device UUID has 16 bytes, this one has {len(self.device_uuid)}")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRegion:
+    """One contiguous piece of every block: ``page_bytes`` at ``offset + b * block_stride``."""
+
+    allocation: int
+    offset: int
+    block_stride: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The blocks of one KV-cache group: ids from 0 to ``num_blocks - 1``."""
+
+    num_blocks: int
+    blocks_per_chunk: int
+    regions: tuple[BlockRegion, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in host memory."""
+        return sum(region.page_bytes for region in self.regions)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk in host memory: one slot of the pool."""
+        return self.block_bytes * self.blocks_per_chunk
+
+    def check(self, allocation_bytes: Sequence[int]) -> None:
+        """Raises LayoutError unless every byte of every block lies inside its allocation.
+
+        ``allocation_bytes`` must be what the driver says, not what the worker says: a copy outside
+        of mapped memory breaks the server's context for every engine.
+        """
+        if self.num_blocks < 1 or self.blocks_per_chunk < 1 or not self.regions:
+            raise LayoutError(
+                f"a layout needs blocks, blocks a chunk and regions, this one has "
+                f"{self.num_blocks}, {self.blocks_per_chunk} and {len(self.regions)}"
+            )
+        for number, region in enumerate(self.regions):
+            if not 0 <= region.allocation < len(allocation_bytes):
+                raise LayoutError(
+                    f"region {number} names allocation {region.allocation}, "
+                    f"{len(allocation_bytes)} are described"
+                )
+            if region.page_bytes < 1 or region.offset < 0:
+                raise LayoutError(
+                    f"region {number} has {region.page_bytes} bytes a page at offset "
+                    f"{region.offset}: a page has at least one byte, an offset is not negative"
+                )
+            if self.num_blocks > 1 and region.block_stride < region.page_bytes:
+                raise LayoutError(
+                    f"region {number} has pages of {region.page_bytes} bytes at a stride of "
+                    f"{region.block_stride}: blocks would overlap"
+                )
+            end = region.offset + (self.num_blocks - 1) * region.block_stride + region.page_bytes
+            size = allocation_bytes[region.allocation]
+            if end > size:
+                raise LayoutError(
+                    f"region {number} ends at byte {end} of allocation {region.allocation}, "
+                    f"which has {size}: check offset, stride and number of blocks"
+                )

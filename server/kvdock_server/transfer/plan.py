@@ -1,0 +1,534 @@
+"""Which bytes go where, and by which kind of copy. Pure: addresses in, pieces of work out.
+
+A GPU's copy engines run beside its kernels and cost them next to nothing, but each operation has a
+price whatever its size. A kernel of another process makes the engine's kernels wait for a time
+slice, but has no price per segment. So the planner looks for the fewest copy-engine operations
+that do the work, and only where even those would waste too much of the link it asks for a kernel:
+
+* Segments: contiguous on both sides. Blocks whose regions follow one another (block-major caches)
+  are one segment each, and consecutive ids of a dense cache melt into one.
+* Rectangles: rows at one pitch on both sides. Either the rows are the layers of one block, where
+  the layers lie at one pitch in one allocation; or the rows are consecutive blocks of one layer.
+* Scattered blocks: gathered into (or spread from) a large buffer by a kernel, with one large copy
+  between that buffer and host memory.
+
+Each run of consecutive blocks gets what is cheapest for it by the prices in COPY_PRICES. Work comes
+in pieces bounded in time, so that what waits behind a piece never waits long and a cancelled
+transfer ends soon.
+
+Directions do not matter here: a plan says which device bytes and which host bytes are the same
+bytes. Addresses are plain integers, so the tests carry plans out on NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdock_server.transfer.layout import GroupLayout
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+
+class CopyPrices(NamedTuple):
+    """What copies cost. Times in microseconds, sizes in bytes."""
+
+    link_bytes_per_us: float
+    segment_us: float
+    rectangle_us: float
+    stage_below: float
+    stage_from_bytes: int
+
+
+COPY_PRICES = CopyPrices(
+    link_bytes_per_us=54_500,
+    segment_us=0.45,
+    rectangle_us=2.5,
+    stage_below=0.85,
+    stage_from_bytes=64 << 20,
+)
+"""Measured on an H100 80GB (PCIe Gen5 x16, driver 580), GB/s device to host / host to device:
+
+    link, one large pinned copy         55.0 / 54.4
+    segments in one batch, by size    32 KiB 35.6 / 31.3   64 KiB 41.3 / 37.4   128 KiB 43.8 / 43.5
+                                      256 KiB 49.5 / 48.2  1 MiB 53.0 / 52.7    2 MiB 53.9 / 54.2
+    rectangles, rows of 64 KiB        4 rows 36 / 35       16 rows 48 / 48      64 rows 53 / 53
+    rectangles, rows of 32 KiB        4 rows 25 / 26       16 rows 42 / 42      64 rows 51 / 51
+    gathered by a kernel, any size    54.5 / 52-54
+
+Time over that of the link alone is 0.3 to 0.6 us for each segment and 2.0 to 2.6 us for each
+rectangle, at every size from 32 KiB on. Kernels slow an engine that runs beside by 1.12 (device to
+host) and 1.24 (host to device) while they last, copy engines by at most 1.04; hence staging starts
+only below ``stage_below`` of the link's rate, which leaves runs of 16 blocks of 64 KiB and layers
+at one pitch to the copy engines, and never for less than ``stage_from_bytes``, where there is
+nothing to overlap the kernel with.
+"""
+
+PIECE_US = 600.0
+"""Time of one piece of copy-engine work at the prices above: 32 MiB of large segments."""
+
+STAGED_PIECE_BYTES = 128 << 20
+"""Bytes of one staged piece. Two processes share an SM by time slices, so few large kernels cost an
+engine less than many small ones: 1.12 against 1.38 with 32 MiB."""
+
+MAX_PITCH = (1 << 31) - 1
+"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far: rows further apart are no rectangle."""
+
+_MAX_OPERATION_BYTES = 32 << 20
+_WINDOW_OPERATIONS = 1 << 16
+_LADDER_STEPS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Contiguous copies: ``nbytes[i]`` bytes at ``device[i]`` are those at ``host[i]``."""
+
+    device: U64
+    host: U64
+    nbytes: U64
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.nbytes.sum())
+
+    def _take(self, index: slice | npt.NDArray[np.bool_]) -> Segments:
+        return Segments(self.device[index], self.host[index], self.nbytes[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangles:
+    """Copies of ``height[i]`` rows of ``width[i]`` bytes, each side at its own pitch."""
+
+    device: U64
+    host: U64
+    width: U64
+    height: U64
+    device_pitch: U64
+    host_pitch: U64
+
+    def __len__(self) -> int:
+        return len(self.width)
+
+    @property
+    def total_bytes(self) -> int:
+        return int((self.width * self.height).sum())
+
+    def _take(self, index: slice | npt.NDArray[np.bool_]) -> Rectangles:
+        return Rectangles(
+            self.device[index],
+            self.host[index],
+            self.width[index],
+            self.height[index],
+            self.device_pitch[index],
+            self.host_pitch[index],
+        )
+
+    def _rows(self) -> Segments:
+        """The same bytes, row by row."""
+        repeat = self.height.astype(np.int64)
+        row = _ranges(repeat).astype(np.uint64)
+        return Segments(
+            np.repeat(self.device, repeat) + row * np.repeat(self.device_pitch, repeat),
+            np.repeat(self.host, repeat) + row * np.repeat(self.host_pitch, repeat),
+            np.repeat(self.width, repeat),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScatteredBlocks:
+    """Whole blocks for a kernel: block ``ids[i]`` lies in the buffer at ``i * block_bytes``.
+
+    ``host`` says how the buffer and host memory belong together; its ``device`` addresses are
+    offsets into the buffer.
+    """
+
+    ids: I64
+    block_bytes: int
+    host: Segments
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.ids) * self.block_bytes
+
+
+Piece = Segments | Rectangles | ScatteredBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class HostBorders:
+    """Addresses that no copy may cross: host memory is registered with CUDA in pieces."""
+
+    address: int
+    piece_bytes: int
+
+
+class MergedRegions(NamedTuple):
+    """Regions of a layout with device addresses, those that touch on both sides made one."""
+
+    allocation: I64
+    device: U64
+    stride: U64
+    nbytes: U64
+    host_offset: U64
+
+
+class _Ladder(NamedTuple):
+    """Regions at one pitch on both sides: rows of one rectangle for every block."""
+
+    first: int
+    rows: int
+    device_pitch: int
+    host_pitch: int
+
+
+class Planner:
+    """Plans for one group of one worker. What does not depend on block ids is worked out once."""
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        bases: Sequence[int],
+        *,
+        can_stage: bool,
+        borders: HostBorders | None = None,
+    ) -> None:
+        """``bases`` are the addresses at which the layout's allocations are mapped here."""
+        self.layout = layout
+        self.block_bytes = layout.block_bytes
+        self.regions = _merge(layout, bases)
+        self._borders = borders
+        # One region without gaps: consecutive ids are contiguous.
+        self._dense = len(self.regions.device) == 1 and (
+            layout.num_blocks == 1 or self.regions.stride[0] == self.regions.nbytes[0]
+        )
+        self._ladders, self._singles = _cheapest_ladders(self.regions)
+        self._block_us = (
+            len(self._ladders) * COPY_PRICES.rectangle_us
+            + len(self._singles) * COPY_PRICES.segment_us
+        )
+        # Rows of one rectangle are consecutive blocks: the pitch is the region's stride.
+        self._rows_can_be_blocks = bool((self.regions.stride <= MAX_PITCH).all()) and (
+            self.block_bytes <= MAX_PITCH
+        )
+        self._run_us = len(self.regions.device) * COPY_PRICES.rectangle_us
+        self._can_stage = (
+            can_stage and not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
+        )
+
+    @property
+    def may_stage(self) -> bool:
+        """True if some block ids of this layout are staged: a single block is not worth a copy."""
+        return self._can_stage and bool(
+            _efficiency(np.array(self.block_bytes), np.array(self._block_us))
+            < COPY_PRICES.stage_below
+        )
+
+    def plan(
+        self, block_ids: Sequence[int] | npt.NDArray[np.integer], hosts: U64
+    ) -> Iterator[Piece]:
+        """The pieces that move blocks ``block_ids``, block ``i`` to or from address ``hosts[i]``.
+
+        Planning is lazy and takes about as long as a piece needs to be copied, at most. Every block
+        id must be below the layout's number of blocks.
+        """
+        ids = np.asarray(block_ids, dtype=np.int64)
+        # Consecutive both here and there: only such blocks share an operation.
+        joined = (np.diff(ids) == 1) & (np.diff(hosts) == np.uint64(self.block_bytes))
+        if self._borders is not None:
+            # A block on a border stays alone, so that its neighbours keep their rectangles.
+            joined &= ~self._crosses(hosts[:-1], np.uint64(2 * self.block_bytes))
+        starts = np.concatenate([[0], np.flatnonzero(~joined) + 1])
+        lengths = np.diff(np.concatenate([starts, [len(ids)]]))
+        if self._dense:
+            yield from self._dense_pieces(ids, hosts, starts, lengths)
+            return
+        by_rows = np.full(len(starts), False)
+        if self._rows_can_be_blocks:
+            by_rows = self._run_us < lengths * self._block_us
+        cost = np.where(by_rows, self._run_us, lengths * self._block_us)
+        staged = np.full(len(starts), False)
+        if self._can_stage:
+            staged = _efficiency(lengths * self.block_bytes, cost) < COPY_PRICES.stage_below
+            if lengths[staged].sum() * self.block_bytes < COPY_PRICES.stage_from_bytes:
+                staged[:] = False
+        rest = ~staged & ~by_rows
+        by_rows &= ~staged
+        if staged.any():
+            members = np.repeat(staged, lengths)
+            yield from self._staged_pieces(ids[members], hosts[members])
+        if by_rows.any():
+            yield from self._row_pieces(
+                ids[starts[by_rows]], hosts[starts[by_rows]], lengths[by_rows]
+            )
+        if rest.any():
+            members = np.repeat(rest, lengths)
+            yield from self._block_pieces(ids[members], hosts[members])
+
+    def _dense_pieces(self, ids: I64, hosts: U64, starts: I64, lengths: I64) -> Iterator[Piece]:
+        block = np.uint64(self.block_bytes)
+        first = ids[starts].astype(np.uint64)
+        yield from self._segment_pieces(
+            Segments(
+                self.regions.device[0] + first * self.regions.stride[0],
+                hosts[starts],
+                lengths.astype(np.uint64) * block,
+            )
+        )
+
+    def _row_pieces(self, first: I64, hosts: U64, lengths: I64) -> Iterator[Piece]:
+        """Rows are blocks: a rectangle for each run and region."""
+        regions = self.regions
+        most = max(1, _MAX_OPERATION_BYTES // int(regions.nbytes.max()))
+        parts = -(-lengths // most)
+        part = _ranges(parts)
+        first = np.repeat(first, parts) + part * most
+        hosts = np.repeat(hosts, parts) + (part * most).astype(np.uint64) * np.uint64(
+            self.block_bytes
+        )
+        lengths = np.minimum(np.repeat(lengths, parts) - part * most, most)
+        count = len(regions.device)
+        for window in _windows(len(first), count):
+            ids = first[window].astype(np.uint64)[:, None]
+            rows = len(ids)
+            yield from self._rectangle_pieces(
+                Rectangles(
+                    (regions.device + ids * regions.stride).ravel(),
+                    (hosts[window][:, None] + regions.host_offset).ravel(),
+                    np.tile(regions.nbytes, rows),
+                    np.repeat(lengths[window].astype(np.uint64), count),
+                    np.tile(np.maximum(regions.stride, regions.nbytes), rows),
+                    np.full(rows * count, self.block_bytes, dtype=np.uint64),
+                )
+            )
+
+    def _block_pieces(self, ids: I64, hosts: U64) -> Iterator[Piece]:
+        """Block by block: rectangles whose rows are layers, and segments for the other regions."""
+        regions = self.regions
+        for window in _windows(len(ids), len(self._ladders) + len(self._singles)):
+            block = ids[window].astype(np.uint64)[:, None]
+            host = hosts[window][:, None]
+            count = len(block)
+            if self._ladders:
+                ladders = np.array(self._ladders, dtype=np.uint64)
+                first = ladders[:, 0].astype(np.intp)
+                yield from self._rectangle_pieces(
+                    Rectangles(
+                        (regions.device[first] + block * regions.stride[first]).ravel(),
+                        (host + regions.host_offset[first]).ravel(),
+                        np.tile(regions.nbytes[first], count),
+                        np.tile(ladders[:, 1], count),
+                        np.tile(ladders[:, 2], count),
+                        np.tile(ladders[:, 3], count),
+                    )
+                )
+            if len(self._singles):
+                single = self._singles
+                yield from self._segment_pieces(
+                    Segments(
+                        (regions.device[single] + block * regions.stride[single]).ravel(),
+                        (host + regions.host_offset[single]).ravel(),
+                        np.tile(regions.nbytes[single], count),
+                    )
+                )
+
+    def _staged_pieces(self, ids: I64, hosts: U64) -> Iterator[Piece]:
+        blocks = min(STAGED_PIECE_BYTES // self.block_bytes, _WINDOW_OPERATIONS)
+        size = np.uint64(self.block_bytes)
+        for start in range(0, len(ids), blocks):
+            host = hosts[start : start + blocks]
+            starts = np.concatenate([[0], np.flatnonzero(np.diff(host) != size) + 1])
+            lengths = np.diff(np.concatenate([starts, [len(host)]])).astype(np.uint64)
+            segments = Segments(starts.astype(np.uint64) * size, host[starts], lengths * size)
+            yield ScatteredBlocks(
+                ids[start : start + blocks], self.block_bytes, self._within_borders(segments)
+            )
+
+    def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
+        segments = self._within_borders(_split(segments, _MAX_OPERATION_BYTES))
+        for part in _cut(segments.nbytes, COPY_PRICES.segment_us):
+            yield segments._take(part)
+
+    def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[Piece]:
+        if self._borders is not None:
+            span = (rectangles.height - np.uint64(1)) * rectangles.host_pitch + rectangles.width
+            crossing = self._crosses(rectangles.host, span)
+            if crossing.any():
+                # Those of blocks that lie on a border: once in a registered piece of the pool.
+                yield from self._segment_pieces(rectangles._take(crossing)._rows())
+                rectangles = rectangles._take(~crossing)
+        for part in _cut(rectangles.width * rectangles.height, COPY_PRICES.rectangle_us):
+            yield rectangles._take(part)
+
+    def _crosses(self, host: U64, span: U64 | np.uint64) -> npt.NDArray[np.bool_]:
+        assert self._borders is not None
+        piece = np.uint64(self._borders.piece_bytes)
+        start = host - np.uint64(self._borders.address)
+        crosses = start // piece != (start + span - np.uint64(1)) // piece
+        return np.asarray(crosses, dtype=np.bool_)
+
+    def _within_borders(self, segments: Segments) -> Segments:
+        if self._borders is None:
+            return segments
+        while (crossing := self._crosses(segments.host, segments.nbytes)).any():
+            piece = np.uint64(self._borders.piece_bytes)
+            start = segments.host - np.uint64(self._borders.address)
+            head = np.where(crossing, piece - start % piece, segments.nbytes)
+            tail = segments._take(crossing)
+            cut = head[crossing]
+            segments = Segments(
+                np.concatenate([segments.device, tail.device + cut]),
+                np.concatenate([segments.host, tail.host + cut]),
+                np.concatenate([head, tail.nbytes - cut]),
+            )
+        return segments
+
+
+def block_hosts(
+    slots: Sequence[int] | npt.NDArray[np.integer],
+    layout: GroupLayout,
+    skip_blocks: int = 0,
+) -> U64:
+    """Host addresses of all blocks of the chunks at addresses ``slots``.
+
+    The first ``skip_blocks`` blocks of the first chunk are left out.
+    """
+    within = np.arange(layout.blocks_per_chunk, dtype=np.uint64) * np.uint64(layout.block_bytes)
+    hosts = (np.asarray(slots, dtype=np.uint64)[:, None] + within).ravel()
+    return hosts[skip_blocks:]
+
+
+def _efficiency(
+    nbytes: npt.NDArray[np.integer], cost_us: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Rate over the link's, where operations cost ``cost_us`` beyond their bytes."""
+    link_us = nbytes / COPY_PRICES.link_bytes_per_us
+    return np.asarray(link_us / (link_us + cost_us), dtype=np.float64)
+
+
+def _merge(layout: GroupLayout, bases: Sequence[int]) -> MergedRegions:
+    """Regions that follow one another on both sides become one, for every block alike."""
+    merged: list[list[int]] = []  # allocation, device address, stride, bytes, host offset
+    host_offset = 0
+    for region in layout.regions:
+        device = bases[region.allocation] + region.offset
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last[0] == region.allocation
+            and last[2] == region.block_stride
+            and last[1] + last[3] == device
+        ):
+            last[3] += region.page_bytes
+        else:
+            merged.append(
+                [region.allocation, device, region.block_stride, region.page_bytes, host_offset]
+            )
+        host_offset += region.page_bytes
+    columns = np.array(merged, dtype=np.uint64).T.copy()
+    return MergedRegions(columns[0].astype(np.int64), *columns[1:])
+
+
+def _cheapest_ladders(regions: MergedRegions) -> tuple[list[_Ladder], npt.NDArray[np.intp]]:
+    """Ladders, and the regions that are in none, at the lowest price for one block.
+
+    With step 2 every other region is a rung: K and V of a layer at one distance, layers at
+    another.
+    """
+    best: tuple[float, list[_Ladder], list[int]] | None = None
+    for step in _LADDER_STEPS:
+        ladders: list[_Ladder] = []
+        singles: list[int] = []
+        for first in range(min(step, len(regions.device))):
+            _climb(regions, first, step, ladders, singles)
+        price = len(ladders) * COPY_PRICES.rectangle_us + len(singles) * COPY_PRICES.segment_us
+        if best is None or price < best[0]:
+            best = price, ladders, singles
+    assert best is not None
+    return best[1], np.array(sorted(best[2]), dtype=np.intp)
+
+
+def _climb(
+    regions: MergedRegions, first: int, step: int, ladders: list[_Ladder], singles: list[int]
+) -> None:
+    """Sort regions ``first``, ``first + step``, ... into ladders and singles."""
+    allocation = regions.allocation.tolist()
+    device = regions.device.tolist()
+    stride = regions.stride.tolist()
+    nbytes = regions.nbytes.tolist()
+    host = regions.host_offset.tolist()
+    count = len(device)
+    at = first
+    while at < count:
+        rows = 1
+        device_pitch = host_pitch = 0
+        if at + step < count:
+            device_pitch = device[at + step] - device[at]
+            host_pitch = host[at + step] - host[at]
+        if nbytes[at] <= device_pitch <= MAX_PITCH and host_pitch <= MAX_PITCH:
+            most = max(1, _MAX_OPERATION_BYTES // nbytes[at])
+            rung = at + step
+            while (
+                rows < most
+                and rung < count
+                and allocation[rung] == allocation[at]
+                and stride[rung] == stride[at]
+                and nbytes[rung] == nbytes[at]
+                and device[rung] - device[rung - step] == device_pitch
+                and host[rung] - host[rung - step] == host_pitch
+            ):
+                rows += 1
+                rung += step
+        if rows * COPY_PRICES.segment_us > COPY_PRICES.rectangle_us:
+            ladders.append(_Ladder(at, rows, device_pitch, host_pitch))
+            at += rows * step
+        else:
+            singles.append(at)
+            at += step
+
+
+def _split(segments: Segments, most: int) -> Segments:
+    """Segments of at most ``most`` bytes."""
+    if not len(segments) or int(segments.nbytes.max()) <= most:
+        return segments
+    size = np.uint64(most)
+    parts = ((segments.nbytes + size - np.uint64(1)) // size).astype(np.int64)
+    begin = _ranges(parts).astype(np.uint64) * size
+    return Segments(
+        np.repeat(segments.device, parts) + begin,
+        np.repeat(segments.host, parts) + begin,
+        np.minimum(np.repeat(segments.nbytes, parts) - begin, size),
+    )
+
+
+def _cut(nbytes: U64, operation_us: float) -> Iterator[slice]:
+    """Slices of operations that take about PIECE_US each."""
+    if not len(nbytes):
+        return
+    ends = np.cumsum(nbytes / COPY_PRICES.link_bytes_per_us + operation_us)
+    cuts = np.searchsorted(ends, np.arange(PIECE_US, ends[-1], PIECE_US)).tolist()
+    start = 0
+    for end in [*(cut + 1 for cut in cuts), len(nbytes)]:
+        if end > start:
+            yield slice(start, end)
+            start = end
+
+
+def _ranges(counts: I64) -> I64:
+    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def _windows(count: int, operations: int) -> Iterator[slice]:
+    """Slices of ``count`` items that have ``operations`` each, so many that planning is short."""
+    step = max(1, _WINDOW_OPERATIONS // max(1, operations))
+    for start in range(0, count, step):
+        yield slice(start, start + step)

@@ -1,0 +1,377 @@
+"""Plans, carried out on NumPy arrays, must move exactly the bytes that the engine's view names."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdock_server.transfer import plan as planning
+from kvdock_server.transfer.layout import BlockRegion, GroupLayout, LayoutError
+from kvdock_server.transfer.plan import (
+    HostBorders,
+    Piece,
+    Planner,
+    Rectangles,
+    ScatteredBlocks,
+    Segments,
+    block_hosts,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+import kv_layouts
+
+Bytes = npt.NDArray[np.uint8]
+DEVICE_BASE = 1 << 40
+HOST_BASE = 1 << 45
+
+
+@dataclass
+class Memory:
+    """Device allocations and a host pool at made-up addresses; a stray address is an error.
+
+    The allocations lie back to back, so that whatever looks across their ends finds something.
+    """
+
+    device: list[Bytes]
+    host: Bytes
+
+    @property
+    def bases(self) -> list[int]:
+        sizes = [len(array) for array in self.device]
+        return [DEVICE_BASE + start for start in itertools.accumulate(sizes[:-1], initial=0)]
+
+    def device_bytes(self, address: int, nbytes: int) -> Bytes:
+        index = bisect.bisect(self.bases, address) - 1
+        offset = address - self.bases[index]
+        assert offset + nbytes <= len(self.device[index])
+        return self.device[index][offset : offset + nbytes]
+
+    def host_bytes(self, address: int, nbytes: int) -> Bytes:
+        offset = address - HOST_BASE
+        assert 0 <= offset <= len(self.host) - nbytes
+        return self.host[offset : offset + nbytes]
+
+
+def runs_of(piece: Segments | Rectangles) -> Iterator[tuple[int, int, int]]:
+    """(device address, host address, bytes) of every contiguous run."""
+    if isinstance(piece, Segments):
+        yield from zip(
+            piece.device.tolist(), piece.host.tolist(), piece.nbytes.tolist(), strict=True
+        )
+        return
+    for device, host, width, height, device_pitch, host_pitch in zip(
+        piece.device.tolist(),
+        piece.host.tolist(),
+        piece.width.tolist(),
+        piece.height.tolist(),
+        piece.device_pitch.tolist(),
+        piece.host_pitch.tolist(),
+        strict=True,
+    ):
+        # What cudaMemcpy2D asks of its arguments.
+        assert width <= device_pitch <= planning.MAX_PITCH
+        assert width <= host_pitch <= planning.MAX_PITCH
+        for row in range(height):
+            yield device + row * device_pitch, host + row * host_pitch, width
+
+
+def carry_out(
+    piece: Piece, planner: Planner, memory: Memory, *, store: bool, borders: HostBorders | None
+) -> int:
+    """Move a piece's bytes; how many there were."""
+
+    def move(device: Bytes, host: Bytes) -> None:
+        (host if store else device)[:] = device if store else host
+
+    def host_bytes(address: int, nbytes: int) -> Bytes:
+        if borders is not None:
+            first = (address - borders.address) // borders.piece_bytes
+            last = (address + nbytes - 1 - borders.address) // borders.piece_bytes
+            assert first == last, "the copy crosses a border"
+        return memory.host_bytes(address, nbytes)
+
+    moved = 0
+    if isinstance(piece, ScatteredBlocks):
+        regions = planner.regions
+        buffer = np.zeros(piece.total_bytes, np.uint8)
+        pairs = []
+        for index, block in enumerate(piece.ids.tolist()):
+            for device, stride, nbytes, offset in zip(
+                regions.device.tolist(),
+                regions.stride.tolist(),
+                regions.nbytes.tolist(),
+                regions.host_offset.tolist(),
+                strict=True,
+            ):
+                at = index * piece.block_bytes + offset
+                pairs.append(
+                    (memory.device_bytes(device + block * stride, nbytes), buffer[at : at + nbytes])
+                )
+        if store:
+            for device, staged in pairs:
+                staged[:] = device
+        for at, host, nbytes in runs_of(piece.host):
+            move(buffer[at : at + nbytes], host_bytes(host, nbytes))
+            moved += nbytes
+        if not store:
+            for device, staged in pairs:
+                device[:] = staged
+        return moved
+    if isinstance(piece, Rectangles):
+        spans = (piece.height - np.uint64(1)) * piece.device_pitch + piece.width
+        for device, span in zip(piece.device.tolist(), spans.tolist(), strict=True):
+            memory.device_bytes(device, span)  # fails unless it is within one allocation
+    for device, host, nbytes in runs_of(piece):
+        move(memory.device_bytes(device, nbytes), host_bytes(host, nbytes))
+        moved += nbytes
+    return moved
+
+
+Ids = npt.NDArray[np.int64]
+
+
+def block_ids(kind: str, blocks: int, count: int, rng: np.random.Generator) -> Ids:
+    if kind == "random":
+        return rng.permutation(blocks)[:count]
+    ids = np.arange(count)
+    if kind == "down":
+        return ids[::-1]
+    if kind == "short runs":
+        return np.concatenate([rng.permutation(part) for part in np.array_split(ids, 3)])
+    return ids
+
+
+KINDS = ["up", "down", "random", "short runs"]
+
+
+def check_plan(
+    case: kv_layouts.Case,
+    ids: Ids,
+    slots: Ids,
+    skip: int,
+    *,
+    can_stage: bool,
+    piece_bytes: int | None,
+    store: bool,
+    tiny_limits: bool,
+) -> None:
+    """Carry a plan out and compare all memory with what indexing the engine's arrays gives."""
+    layout = case.layout
+    layout.check(case.allocation_bytes)
+    rng = np.random.default_rng(1)
+    device = [rng.integers(0, 256, size, np.uint8) for size in case.allocation_bytes]
+    host = rng.integers(0, 256, int(slots.max()) + layout.chunk_bytes + 3, np.uint8)
+    memory = Memory([a.copy() for a in device], host.copy())
+
+    expected = Memory([a.copy() for a in device], host.copy())
+    for index, block in enumerate(ids.tolist()):
+        chunk, within = divmod(index + skip, layout.blocks_per_chunk)
+        at = int(slots[chunk]) + within * layout.block_bytes
+        for page in case.pages(expected.device, block):
+            if store:
+                expected.host[at : at + len(page)] = page
+            else:
+                page[:] = expected.host[at : at + len(page)]
+            at += len(page)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if tiny_limits:  # so that small arrays reach every branch
+            patch.setattr(planning, "PIECE_US", 3.0)
+            patch.setattr(planning, "STAGED_PIECE_BYTES", 4096)
+            patch.setattr(planning, "_MAX_OPERATION_BYTES", 150)
+            patch.setattr(planning, "_WINDOW_OPERATIONS", 7)
+            prices = planning.COPY_PRICES._replace(stage_from_bytes=64)
+            patch.setattr(planning, "COPY_PRICES", prices)
+        borders = HostBorders(HOST_BASE, piece_bytes) if piece_bytes else None
+        planner = Planner(layout, memory.bases, can_stage=can_stage, borders=borders)
+        hosts = block_hosts(HOST_BASE + slots, layout, skip)
+        moved = 0
+        for piece in planner.plan(ids, hosts):
+            assert can_stage or not isinstance(piece, ScatteredBlocks)
+            assert piece.total_bytes > 0
+            moved += carry_out(piece, planner, memory, store=store, borders=borders)
+
+    assert moved == len(ids) * layout.block_bytes
+    np.testing.assert_array_equal(memory.host, expected.host)
+    for array, wanted in zip(memory.device, expected.device, strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_plan_moves_exactly_the_blocks_named(data: st.DataObject) -> None:
+    build = kv_layouts.CASES[data.draw(st.sampled_from(sorted(kv_layouts.CASES)))]
+    blocks = data.draw(st.integers(1, 40))
+    chunk = data.draw(st.integers(1, 6))
+    case = build(
+        data.draw(st.integers(1, 17)),
+        blocks,
+        data.draw(st.sampled_from([1, 6, 16, 64, 96])),
+        chunk,
+        data.draw(st.sampled_from([0, 0, 3, 16])),
+    )
+    chunks = data.draw(st.integers(1, max(1, blocks // chunk)))
+    skip = data.draw(st.integers(0, chunk - 1))
+    if chunks * chunk - skip > blocks:
+        skip = chunk - blocks
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    slots = np.arange(chunks) * case.layout.chunk_bytes
+    if data.draw(st.booleans()):
+        slots = rng.permutation(chunks * 2)[:chunks] * (case.layout.chunk_bytes + 7)
+    check_plan(
+        case,
+        block_ids(data.draw(st.sampled_from(KINDS)), blocks, chunks * chunk - skip, rng),
+        slots,
+        skip,
+        can_stage=data.draw(st.booleans()),
+        piece_bytes=data.draw(st.sampled_from([None, 64, 333, 4096])),
+        store=data.draw(st.booleans()),
+        tiny_limits=data.draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(kv_layouts.CASES))
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_in_every_order(name: str, kind: str) -> None:
+    """Large enough that all kinds of copies occur, whatever the random choice above does."""
+    for page, can_stage, piece_bytes, store in itertools.product(
+        (16, 96), (False, True), (None, 5000), (False, True)
+    ):
+        case = kv_layouts.CASES[name](13, 40, page, 4, 3)
+        slots = np.arange(9) * case.layout.chunk_bytes
+        slots[6:] += 11
+        ids = block_ids(kind, 40, 33, np.random.default_rng(0))
+        check_plan(
+            case,
+            ids,
+            slots,
+            3,
+            can_stage=can_stage,
+            piece_bytes=piece_bytes,
+            store=store,
+            tiny_limits=True,
+        )
+
+
+def kinds(layout: GroupLayout, ids: list[int], *, can_stage: bool = True) -> set[type[Piece]]:
+    bases = [DEVICE_BASE + (i << 36) for i in range(64)]
+    planner = Planner(layout, bases, can_stage=can_stage)
+    slots = HOST_BASE + np.arange(len(ids) // layout.blocks_per_chunk) * layout.chunk_bytes
+    return {type(piece) for piece in planner.plan(ids, block_hosts(slots, layout))}
+
+
+LLAMA_PAGE = 64 << 10
+BLOCKS = 512
+RANDOM = [int(i) for i in np.random.default_rng(0).permutation(BLOCKS)]
+RUNS_OF_64 = [
+    int(i)
+    for run in np.random.default_rng(0).permutation(BLOCKS // 64)
+    for i in range(64 * run, 64 * run + 64)
+]
+
+
+def llama(*, apart: bool) -> GroupLayout:
+    """32 layers, 8 heads of 128 in bf16, blocks of 16 tokens, layers outermost."""
+    return GroupLayout(
+        BLOCKS,
+        16,
+        tuple(
+            BlockRegion(
+                i if apart else 0, 0 if apart else i * BLOCKS * LLAMA_PAGE, *[LLAMA_PAGE] * 2
+            )
+            for i in range(32)
+        ),
+    )
+
+
+def test_a_block_major_cache_is_one_segment_a_block() -> None:
+    layout = GroupLayout(
+        BLOCKS,
+        16,
+        tuple(BlockRegion(0, i * LLAMA_PAGE, 32 * LLAMA_PAGE, LLAMA_PAGE) for i in range(32)),
+    )
+    planner = Planner(layout, [DEVICE_BASE], can_stage=True)
+    slots = HOST_BASE + np.arange(2) * layout.chunk_bytes
+    pieces = list(planner.plan(list(range(64, 32, -1)), block_hosts(slots, layout)))
+    assert {type(piece) for piece in pieces} == {Segments}
+    assert sum(len(piece) for piece in pieces if isinstance(piece, Segments)) == 32
+    consecutive = list(planner.plan(list(range(32)), block_hosts(slots, layout)))
+    assert sum(len(piece) for piece in consecutive if isinstance(piece, Segments)) == 2
+
+
+def test_layers_at_one_pitch_are_rectangles_whatever_the_ids() -> None:
+    assert kinds(llama(apart=False), RANDOM) == {Rectangles}
+
+
+def test_consecutive_ids_of_layers_apart_are_rectangles() -> None:
+    assert kinds(llama(apart=True), RUNS_OF_64) == {Rectangles}
+
+
+def test_random_ids_of_layers_apart_are_staged_or_segments() -> None:
+    assert kinds(llama(apart=True), RANDOM) == {ScatteredBlocks}
+    assert kinds(llama(apart=True), RANDOM, can_stage=False) == {Segments}
+
+
+def test_little_work_is_never_staged() -> None:
+    assert kinds(llama(apart=True), RANDOM[:16]) == {Segments}
+
+
+def test_only_the_scattered_part_of_a_request_is_staged() -> None:
+    ids = [*range(256), *(i for i in RANDOM if i >= 256)]
+    assert kinds(llama(apart=True), ids) == {Rectangles, ScatteredBlocks}
+
+
+def test_layers_further_apart_than_a_pitch_may_be_are_no_rectangle() -> None:
+    far = 3 << 30
+    layout = GroupLayout(
+        BLOCKS, 16, tuple(BlockRegion(0, i * far, LLAMA_PAGE, LLAMA_PAGE) for i in range(32))
+    )
+    assert kinds(layout, RANDOM[:32], can_stage=False) == {Segments}
+
+
+def test_only_blocks_on_a_border_lose_their_rectangles() -> None:
+    layout = llama(apart=True)
+    bases = [DEVICE_BASE + (i << 36) for i in range(32)]
+    borders = HostBorders(HOST_BASE - (1 << 20), 256 << 20)
+    planner = Planner(layout, bases, can_stage=False, borders=borders)
+    slots = HOST_BASE + np.arange(16) * layout.chunk_bytes
+    pieces = list(planner.plan(list(range(256)), block_hosts(slots, layout)))
+    segments = sum(piece.total_bytes for piece in pieces if isinstance(piece, Segments))
+    assert segments == 2 * layout.block_bytes  # 512 MiB from 1 MiB off a border on: two blocks
+
+
+def test_pieces_are_bounded_in_time_and_bytes() -> None:
+    layout = llama(apart=False)
+    planner = Planner(layout, [DEVICE_BASE], can_stage=True)
+    slots = HOST_BASE + np.arange(32) * layout.chunk_bytes
+    for piece in planner.plan(RANDOM, block_hosts(slots, layout)):
+        assert piece.total_bytes <= 40 << 20
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "complaint"),
+    [
+        (GroupLayout(4, 1, (BlockRegion(0, 0, 8, 8),)), [31], "ends at byte 32"),
+        (GroupLayout(4, 1, (BlockRegion(0, 1, 8, 8),)), [32], "ends at byte 33"),
+        (GroupLayout(4, 1, (BlockRegion(1, 0, 8, 8),)), [32], "names allocation 1"),
+        (GroupLayout(4, 1, (BlockRegion(0, 0, 7, 8),)), [99], "overlap"),
+        (GroupLayout(4, 1, (BlockRegion(0, 0, 8, 0),)), [32], "at least one byte"),
+        (GroupLayout(4, 1, ()), [32], "needs blocks"),
+        (GroupLayout(0, 1, (BlockRegion(0, 0, 8, 8),)), [32], "needs blocks"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(
+    layout: GroupLayout, sizes: list[int], complaint: str
+) -> None:
+    with pytest.raises(LayoutError, match=complaint):
+        layout.check(sizes)
