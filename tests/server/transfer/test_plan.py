@@ -244,8 +244,8 @@ def test_any_plan_moves_exactly_the_blocks_named(data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_in_every_order(name: str, kind: str) -> None:
     """Large enough that all kinds of copies occur, whatever the random choice above does."""
-    for page, can_stage, piece_bytes, store in itertools.product(
-        (16, 96), (False, True), (None, 5000), (False, True)
+    for page, can_stage, piece_bytes, store, tiny_limits in itertools.product(
+        (16, 96), (False, True), (None, 5000), (False, True), (False, True)
     ):
         case = kv_layouts.CASES[name](13, 40, page, 4, 3)
         slots = np.arange(9) * case.layout.chunk_bytes
@@ -259,7 +259,7 @@ def test_every_layout_in_every_order(name: str, kind: str) -> None:
             can_stage=can_stage,
             piece_bytes=piece_bytes,
             store=store,
-            tiny_limits=True,
+            tiny_limits=tiny_limits,
         )
 
 
