@@ -154,12 +154,12 @@ def narrow_last(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Ca
 def _one_pitch(sizes: list[int], blocks: int, chunk: int, pad: int) -> Case:
     layers, page = len(sizes), max(sizes)
     room = blocks * page + pad + blocks
-    regions = [BlockRegion(0, layer * room, size, size) for layer, size in enumerate(sizes)]
+    regions = [BlockRegion(0, layer * room, page, size) for layer, size in enumerate(sizes)]
 
     def pages(arrays: list[Bytes], block: int) -> list[Bytes]:
         rows = arrays[0].reshape(layers, room)
         return [
-            row[: blocks * size].reshape(blocks, size)[block]
+            row[: blocks * page].reshape(blocks, page)[block, :size]
             for row, size in zip(rows, sizes, strict=True)
         ]
 
