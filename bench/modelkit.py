@@ -1,0 +1,284 @@
+"""Small checkpoints made on the spot, with weights for which attention matters.
+
+A model with vLLM's dummy weights answers the same whatever is in its KV cache, so it cannot tell
+a right cache from a wrong one. The weights here are random too, but scaled so that the cache
+decides: queries and keys large enough that each head looks at a handful of a few thousand tokens,
+and attention outputs as large as the residual stream they are added to. Losing or changing any run
+of a few hundred cached tokens then changes the greedy tokens within the first few, and the output
+does not repeat itself (tests/e2e/test_modelkit.py proves both).
+
+Three families, for the three kinds of cache that vLLM lays out differently: grouped-query
+attention (Llama), latent attention (DeepSeek-V2, dense layers only) and sliding windows beside
+full attention (Gemma 3). Everything is seeded: the same shape and seed give the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import save_file
+
+QUERY_KEY_GAIN = 2.0
+"""Standard deviation of a query's or key's elements; that of an attention logit is its square."""
+VALUE_GAIN = 2.0
+"""What the value and output projections amplify by: it makes up for averaging over tokens."""
+
+Tensor = torch.Tensor
+
+
+class Shape(Protocol):
+    """A model's architecture and size: what a checkpoint is made from."""
+
+    def config(self) -> dict[str, object]:
+        """The contents of config.json."""
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        """Names and float32 tensors of the checkpoint, in a fixed order."""
+
+
+class Noise:
+    """Seeded Gaussian tensors."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, rows: int, columns: int, std: float) -> Tensor:
+        return torch.randn(rows, columns, generator=self._generator) * std
+
+    def linear(self, rows: int, columns: int, gain: float = 1.0) -> Tensor:
+        """A projection from inputs of unit variance to outputs of standard deviation gain."""
+        return self(rows, columns, gain / math.sqrt(columns))
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Grouped-query attention: one group of full attention."""
+
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 512
+    vocab: int = 2048
+    max_position: int = 8192
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            **_common_config(self.vocab, self.max_position),
+        }
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        yield "model.embed_tokens.weight", noise(self.vocab, self.hidden, 1.0)
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for layer in range(self.layers):
+            base = f"model.layers.{layer}."
+            attention = base + "self_attn."
+            yield attention + "q_proj.weight", noise.linear(queries, self.hidden, QUERY_KEY_GAIN)
+            yield attention + "k_proj.weight", noise.linear(keys, self.hidden, QUERY_KEY_GAIN)
+            yield attention + "v_proj.weight", noise.linear(keys, self.hidden, VALUE_GAIN)
+            yield attention + "o_proj.weight", noise.linear(self.hidden, queries, VALUE_GAIN)
+            yield from _mlp(noise, base, self.hidden, self.intermediate)
+            yield base + "input_layernorm.weight", torch.ones(self.hidden)
+            yield base + "post_attention_layernorm.weight", torch.ones(self.hidden)
+        yield "model.norm.weight", torch.ones(self.hidden)
+        yield "lm_head.weight", noise.linear(self.vocab, self.hidden)
+
+
+@dataclass(frozen=True)
+class DeepseekV2:
+    """Latent attention (MLA): one cached vector a token and layer, the same for all heads.
+
+    vLLM's CPU kernel decodes only with this kv_lora_rank and rope dimension, and block size 16.
+    """
+
+    layers: int = 3
+    hidden: int = 256
+    heads: int = 4
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 64
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 64
+    intermediate: int = 512
+    vocab: int = 2048
+    max_position: int = 8192
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "q_lora_rank": None,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_nope_head_dim": self.qk_nope_head_dim,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "v_head_dim": self.v_head_dim,
+            "intermediate_size": self.intermediate,
+            "moe_intermediate_size": self.intermediate,
+            # vLLM wants an integer here even where every layer is dense.
+            "n_routed_experts": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "first_k_dense_replace": self.layers,
+            "n_group": 1,
+            "topk_group": 1,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            **_common_config(self.vocab, self.max_position),
+        }
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        yield "model.embed_tokens.weight", noise(self.vocab, self.hidden, 1.0)
+        queries = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        outputs = self.heads * self.v_head_dim
+        for layer in range(self.layers):
+            base = f"model.layers.{layer}."
+            attention = base + "self_attn."
+            yield attention + "q_proj.weight", noise.linear(queries, self.hidden, QUERY_KEY_GAIN)
+            latent = noise.linear(self.kv_lora_rank, self.hidden)
+            rope = noise.linear(self.qk_rope_head_dim, self.hidden, QUERY_KEY_GAIN)
+            yield attention + "kv_a_proj_with_mqa.weight", torch.cat([latent, rope])
+            yield attention + "kv_a_layernorm.weight", torch.ones(self.kv_lora_rank)
+            per_head = [
+                noise.linear(rows, self.kv_lora_rank, gain)
+                for _ in range(self.heads)
+                for rows, gain in (
+                    (self.qk_nope_head_dim, QUERY_KEY_GAIN),
+                    (self.v_head_dim, VALUE_GAIN),
+                )
+            ]
+            yield attention + "kv_b_proj.weight", torch.cat(per_head)
+            yield attention + "o_proj.weight", noise.linear(self.hidden, outputs, VALUE_GAIN)
+            yield from _mlp(noise, base, self.hidden, self.intermediate)
+            yield base + "input_layernorm.weight", torch.ones(self.hidden)
+            yield base + "post_attention_layernorm.weight", torch.ones(self.hidden)
+        yield "model.norm.weight", torch.ones(self.hidden)
+        yield "lm_head.weight", noise.linear(self.vocab, self.hidden)
+
+
+@dataclass(frozen=True)
+class Gemma3:
+    """Sliding windows with full attention in every third layer: a hybrid of two cache groups."""
+
+    layers: int = 6
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 512
+    window: int = 512
+    full_every: int = 3
+    vocab: int = 2048
+    max_position: int = 8192
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "sliding_window": self.window,
+            "layer_types": [
+                "full_attention" if (layer + 1) % self.full_every == 0 else "sliding_attention"
+                for layer in range(self.layers)
+            ],
+            "query_pre_attn_scalar": self.head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 10000.0}
+                for kind in ("sliding_attention", "full_attention")
+            },
+            **_common_config(self.vocab, self.max_position),
+            "tie_word_embeddings": True,
+        }
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        # Gemma multiplies embeddings by sqrt(hidden) and uses them as output matrix as well: they
+        # must be small beside what the layers add, or the output repeats the last token for ever.
+        yield "model.embed_tokens.weight", noise.linear(self.vocab, self.hidden, 0.25)
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for layer in range(self.layers):
+            base = f"model.layers.{layer}."
+            attention = base + "self_attn."
+            yield attention + "q_proj.weight", noise.linear(queries, self.hidden)
+            yield attention + "k_proj.weight", noise.linear(keys, self.hidden)
+            yield attention + "v_proj.weight", noise.linear(keys, self.hidden)
+            yield attention + "o_proj.weight", noise.linear(self.hidden, queries)
+            # Queries and keys pass through a norm each, so their gain stands there. What attention
+            # adds is normed as well, which amplifies what all tokens have in common: only sharp
+            # attention keeps them apart.
+            yield attention + "q_norm.weight", _gain(self.head_dim, QUERY_KEY_GAIN)
+            yield attention + "k_norm.weight", _gain(self.head_dim, QUERY_KEY_GAIN)
+            yield from _mlp(noise, base, self.hidden, self.intermediate)
+            yield base + "input_layernorm.weight", _gain(self.hidden, 1.0)
+            yield base + "post_attention_layernorm.weight", _gain(self.hidden, 1.0)
+            yield base + "pre_feedforward_layernorm.weight", _gain(self.hidden, 1.0)
+            yield base + "post_feedforward_layernorm.weight", _gain(self.hidden, 1.0)
+        yield "model.norm.weight", _gain(self.hidden, 1.0)
+
+
+def make_checkpoint(folder: Path, shape: Shape, *, seed: int = 0) -> Path:
+    """Write config.json and model.safetensors (float32) into folder and return it.
+
+    There is no tokenizer: run the engine with skip_tokenizer_init and prompts of token ids.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.config(), indent=2))
+    tensors = {name: tensor.contiguous() for name, tensor in shape.weights(Noise(seed))}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def random_prompt(tokens: int, *, seed: int, vocab: int = 2048) -> list[int]:
+    """A prompt of so many token ids; prompts of different seeds share no prefix to speak of."""
+    source = random.Random(seed)
+    return [source.randrange(3, vocab) for _ in range(tokens)]
+
+
+def _common_config(vocab: int, max_position: int) -> dict[str, object]:
+    return {
+        "vocab_size": vocab,
+        "max_position_embeddings": max_position,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _mlp(noise: Noise, base: str, hidden: int, intermediate: int) -> Iterator[tuple[str, Tensor]]:
+    yield base + "mlp.gate_proj.weight", noise.linear(intermediate, hidden)
+    yield base + "mlp.up_proj.weight", noise.linear(intermediate, hidden)
+    yield base + "mlp.down_proj.weight", noise.linear(hidden, intermediate)
+
+
+def _gain(size: int, gain: float) -> Tensor:
+    """The weight of a Gemma norm that multiplies by gain: those norms multiply by 1 + weight."""
+    return torch.full((size,), gain - 1.0)
