@@ -35,12 +35,12 @@ async def run(config: Config) -> None:
             logger.info("reclaimed shared memory that a killed server left behind: %s", name)
         pool = Pool(config.memory)
         try:
+            loop = asyncio.get_running_loop()
+            pool.start(loop)
             core = Core(pool.slots)
             server = Server(core, pool, config.chunk_tokens)
             with private_files():
                 await server.start(endpoint.target)
-            loop = asyncio.get_running_loop()
-            pool.start(loop)
             logger.info(
                 "serving at %s (pool %.2f GiB, chunks of %d tokens)",
                 address,

@@ -65,13 +65,20 @@ class Segment:
         _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
 
     def fault_in(self, step_bytes: int, ready: Callable[[int, int], None]) -> None:
-        """Back the segment with memory on several threads, and return at once.
+        """Back the segment with memory: the first piece at once, the rest on several threads.
 
-        ``ready(offset, nbytes)`` is called from those threads for each piece, a multiple of
-        ``step_bytes`` long. If memory runs out, that is logged and the rest never becomes ready.
+        ``ready(offset, nbytes)`` is called for each piece, a multiple of ``step_bytes`` long, from
+        those threads. If memory runs out, that is logged and the rest never becomes ready.
+        PoolError if there is none at all.
         """
         piece = max(_STEP_BYTES // step_bytes, 1) * step_bytes
-        offsets = iter(range(0, self.nbytes, piece))
+        first = min(piece, self.nbytes)
+        try:
+            self._populate(0, first)
+        except OSError as error:
+            raise PoolError(f"no memory for the first {first} bytes of the pool: {error}") from None
+        ready(0, first)
+        offsets = iter(range(piece, self.nbytes, piece))
         lock = threading.Lock()
 
         def work() -> None:

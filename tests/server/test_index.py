@@ -1,0 +1,485 @@
+"""The core (index, leases, reservations) against a model, and its corners one by one."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from kvdock_server.core import Core
+from kvdock_server.errors import Reason, RequestError
+from kvdock_server.index.index import ReserveStatus, Slot
+from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
+from kvdock_server.sessions import Role, Session
+
+SLAB = 4 * PAGE_BYTES
+
+
+class Clock:
+    """Time that only a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key(*path: int) -> bytes:
+    return hashlib.sha256(bytes(path)).digest()
+
+
+def prompt(*path: int) -> list[bytes]:
+    """Keys of a prompt whose chunks are told apart by these numbers."""
+    return [key(*path[: length + 1]) for length in range(len(path))]
+
+
+def full(*sizes: int, group_idx: int | None = None) -> Group:
+    return Group(group_idx, GroupKind.FULL_ATTENTION, 0, sizes)
+
+
+def window(tokens: int, *sizes: int, group_idx: int | None = None) -> Group:
+    return Group(group_idx, GroupKind.SLIDING_WINDOW, tokens, sizes)
+
+
+def make_core(slots: int, *groups: Group, world: int = 1, clock: Clock | None = None) -> Core:
+    allocator = SlotAllocator(-(-slots // 4) * SLAB, SLAB)
+    allocator.add(0, allocator.limit_bytes)
+    core = Core(allocator, clock=clock or Clock())
+    groups = groups or (full(*[PAGE_BYTES] * world),)
+    core.index.register(Namespace("n", 16, world, groups))
+    return core
+
+
+def store(core: Core, keys: list[bytes], parent: bytes = b"", **where: int) -> list[ReserveStatus]:
+    outcomes = core.reserve(None, "n", where.get("group_idx"), where.get("shard", 0), parent, keys)
+    for outcome in outcomes:
+        if isinstance(outcome, Slot):
+            assert core.seal(outcome)
+    return [
+        ReserveStatus.RESERVED if isinstance(outcome, Slot) else outcome for outcome in outcomes
+    ]
+
+
+def hit(core: Core, keys: list[bytes]) -> int:
+    return core.lookup(None, "n", keys, probe=True).chunks
+
+
+def scheduler(core: Core, engine: str = "e") -> Session:
+    return core.open_session(engine_id=engine, role=Role.SCHEDULER)
+
+
+def worker(core: Core, worker_id: int = 0, engine: str = "e", shard: int = 0) -> Session:
+    return core.open_session(
+        engine_id=engine, role=Role.WORKER, worker_id=worker_id, kv_worker_id=shard
+    )
+
+
+def test_a_hit_ends_at_the_first_chunk_that_is_not_there() -> None:
+    core = make_core(8)
+    store(core, prompt(1, 2, 3))
+    assert hit(core, prompt(1, 2, 3, 4)) == 3
+    assert hit(core, prompt(1, 2, 9)) == 2
+    assert hit(core, prompt(9)) == 0
+
+
+def test_a_part_is_visible_only_with_all_its_shards() -> None:
+    core = make_core(8, world=2)
+    store(core, prompt(1, 2), shard=0)
+    assert hit(core, prompt(1, 2)) == 0
+    store(core, prompt(1), shard=1)
+    assert hit(core, prompt(1, 2)) == 1
+
+
+def test_shards_that_do_not_come_are_given_up_and_their_memory_returns() -> None:
+    clock = Clock()
+    core = make_core(8, world=2, clock=clock)
+    store(core, prompt(1, 2), shard=0)
+    clock.now += 61
+    core.sweep()
+    assert core.index.sealed_bytes == 0
+    assert core.index.totals.abandoned_parts == 2
+    assert store(core, prompt(1), shard=1) == [ReserveStatus.RESERVED]
+
+
+def test_two_writers_of_one_key_both_succeed_and_one_writes() -> None:
+    core = make_core(8)
+    first = core.reserve(None, "n", None, 0, b"", prompt(1))
+    second = core.reserve(None, "n", None, 0, b"", prompt(1))
+    assert second == [ReserveStatus.EXISTS]
+    assert isinstance(first[0], Slot)
+    core.seal(first[0])
+    assert core.counters.stored_shards == 1
+    assert hit(core, prompt(1)) == 1
+
+
+def test_eviction_takes_what_was_used_longest_ago_and_never_a_prefix_first() -> None:
+    core = make_core(4)
+    store(core, prompt(1, 2))
+    store(core, prompt(3, 4))
+    core.free_locks(None, [(core.lookup(None, "n", prompt(1, 2)).lease.lease_id, 0, 0, None, None)])
+    store(core, prompt(5))
+    assert hit(core, prompt(3, 4)) == 1  # its end went, not its beginning
+    assert hit(core, prompt(1, 2)) == 2
+    store(core, prompt(6))
+    assert hit(core, prompt(3, 4)) == 0
+    assert hit(core, prompt(1, 2)) == 2
+
+
+def test_a_prefix_inherits_the_use_of_what_extended_it() -> None:
+    core = make_core(4)
+    store(core, prompt(1, 2))
+    store(core, prompt(3))
+    lease = core.lookup(None, "n", prompt(1, 2)).lease
+    core.free_locks(None, [(lease.lease_id, 0, 0, None, None)])
+    store(core, prompt(4))
+    store(core, prompt(5))  # 3 goes, the only one not used since
+    store(core, prompt(6))  # then the end of 1-2
+    assert [hit(core, prompt(1, 2)), hit(core, prompt(3))] == [1, 0]
+
+
+def test_what_is_locked_is_never_evicted() -> None:
+    core = make_core(4)
+    store(core, prompt(1, 2, 3, 4))
+    lease = core.lookup(None, "n", prompt(1, 2, 3, 4)).lease
+    assert store(core, prompt(9)) == [ReserveStatus.NO_SPACE]
+    core.free_locks(None, [(lease.lease_id, 3, 0, None, None)])
+    assert store(core, prompt(9)) == [ReserveStatus.RESERVED]
+    assert hit(core, prompt(1, 2, 3, 4)) == 3
+
+
+def test_locks_of_readers_are_apart_and_freeing_twice_frees_once() -> None:
+    core = make_core(4)
+    store(core, prompt(1, 2))
+    owner, first, second = scheduler(core), worker(core, 0), worker(core, 1)
+    lease = core.lookup(owner, "n", prompt(1, 2), readers=2).lease
+    assert lease.locks == 4
+    everything = [(lease.lease_id, 0, 0, None, None)]
+    assert core.free_locks(first, everything) == [2]
+    assert core.free_locks(first, everything) == [0]
+    assert lease.locks == 2
+    assert core.free_locks(second, everything) == [2]
+    assert core.free_locks(owner, everything) == [0]
+    assert core.index.pinned_parts == 0
+
+
+def test_nobody_frees_the_locks_of_another_engine() -> None:
+    core = make_core(4)
+    store(core, prompt(1))
+    lease = core.lookup(scheduler(core, "mine"), "n", prompt(1)).lease
+    for stranger in (None, scheduler(core, "other"), worker(core, 0, "other")):
+        with pytest.raises(RequestError) as caught:
+            core.free_locks(stranger, [(lease.lease_id, 0, 0, None, None)])
+        assert caught.value.reason is Reason.FOREIGN_LEASE
+    assert lease.locks == 1
+
+
+def test_a_lease_goes_with_its_schedulers_session() -> None:
+    core = make_core(4)
+    store(core, prompt(1, 2))
+    owner = scheduler(core)
+    lease = core.lookup(owner, "n", prompt(1, 2), readers=3).lease
+    core.close_session(owner)
+    assert len(core.leases) == 0
+    assert core.index.pinned_parts == 0
+    with pytest.raises(RequestError) as caught:
+        core.locate(None, lease.lease_id, None, 0, 0, shard=0, reader=0)
+    assert caught.value.reason is Reason.UNKNOWN_LEASE
+
+
+def test_a_workers_locks_go_with_its_session_and_nobody_elses() -> None:
+    core = make_core(4)
+    store(core, prompt(1, 2))
+    owner, first = scheduler(core), worker(core, 0)
+    lease = core.lookup(owner, "n", prompt(1, 2), readers=2).lease
+    core.close_session(first)
+    assert lease.locks == 2
+    assert all(
+        shard is not None
+        for shard in core.locate(owner, lease.lease_id, None, 0, 0, shard=0, reader=1)
+    )
+
+
+def test_a_silent_session_loses_its_locks_but_its_memory_stays_out_of_use() -> None:
+    clock = Clock()
+    core = make_core(4, clock=clock)
+    store(core, prompt(1))
+    owner, writer = scheduler(core), worker(core)
+    core.lookup(owner, "n", prompt(1))
+    reservation = core.open_reservation(writer, core.reserve(writer, "n", None, 0, b"", prompt(2)))
+    clock.now += 31
+    core.sweep()
+    assert core.index.pinned_parts == 0
+    assert core.index.reserved_bytes == PAGE_BYTES
+    with pytest.raises(RequestError) as caught:
+        core.sessions.get(writer.session_id)
+    assert caught.value.reason is Reason.SESSION_EXPIRED
+    assert reservation is not None
+    core.close_session(writer)
+    assert core.index.reserved_bytes == 0
+    assert hit(core, prompt(2)) == 0
+
+
+def test_a_lease_by_hand_ends_with_its_ttl() -> None:
+    clock = Clock()
+    core = make_core(4, clock=clock)
+    store(core, prompt(1))
+    core.lookup(None, "n", prompt(1), ttl_ms=5_000)
+    clock.now += 4
+    core.sweep()
+    assert core.index.pinned_parts == 1
+    clock.now += 2
+    core.sweep()
+    assert core.index.pinned_parts == 0
+
+
+def test_a_chunk_whose_parent_is_not_there_is_not_stored() -> None:
+    core = make_core(4)
+    assert store(core, [key(1, 2)], parent=key(1)) == [ReserveStatus.PARENT_MISSING]
+    assert core.index.sealed_bytes == 0
+    store(core, prompt(1))
+    assert store(core, [key(1, 2)], parent=key(1)) == [ReserveStatus.RESERVED]
+
+
+def test_a_prefix_that_failed_can_be_stored_again_under_what_extends_it() -> None:
+    core = make_core(4)
+    first, second = core.reserve(None, "n", None, 0, b"", prompt(1, 2))
+    assert isinstance(first, Slot)
+    assert isinstance(second, Slot)
+    core.seal(second)
+    core.give_back(first)
+    assert hit(core, prompt(1, 2)) == 0
+    assert store(core, prompt(1)) == [ReserveStatus.RESERVED]
+    assert hit(core, prompt(1, 2)) == 2
+
+
+def test_clear_hides_at_once_and_frees_when_the_last_user_is_done() -> None:
+    core = make_core(8)
+    store(core, prompt(1, 2))
+    lease = core.lookup(None, "n", prompt(1, 2)).lease
+    (writing,) = core.reserve(None, "n", None, 0, key(1, 2), [key(1, 2, 3)])
+    assert core.clear("n") == 2
+    assert hit(core, prompt(1, 2)) == 0
+    assert core.index.sealed_bytes == 2 * PAGE_BYTES
+    # The reader goes on, and the same prompt can be stored anew beside it.
+    assert None not in core.locate(None, lease.lease_id, None, 0, 0, shard=0, reader=0)
+    assert store(core, prompt(1, 2)) == [ReserveStatus.RESERVED] * 2
+    core.free_locks(None, [(lease.lease_id, 0, 0, None, None)])
+    assert core.index.sealed_bytes == 2 * PAGE_BYTES
+    assert isinstance(writing, Slot)
+    assert not core.seal(writing)
+    assert core.index.reserved_bytes == 0
+    assert hit(core, prompt(1, 2)) == 2
+
+
+def test_a_commit_is_once_and_by_its_own_session() -> None:
+    core = make_core(4)
+    mine, other = worker(core), worker(core, 1)
+    reservation = core.open_reservation(mine, core.reserve(mine, "n", None, 0, b"", prompt(1, 2)))
+    assert reservation is not None
+    identity = reservation.reservation_id
+    with pytest.raises(RequestError) as caught:
+        core.commit(other, identity, [])
+    assert caught.value.reason is Reason.FOREIGN_RESERVATION
+    assert core.commit(mine, identity, [0]) == [True]
+    with pytest.raises(RequestError):
+        core.commit(mine, identity, [0])
+    assert core.commit(mine, identity, []) == [True]
+    with pytest.raises(RequestError) as caught:
+        core.commit(mine, identity, [])
+    assert caught.value.reason is Reason.UNKNOWN_RESERVATION
+    assert core.abort(mine, identity) == 0
+
+
+def test_a_window_group_needs_only_its_window() -> None:
+    core = make_core(32, full(PAGE_BYTES, group_idx=0), window(17, PAGE_BYTES, group_idx=1))
+    keys = prompt(1, 2, 3, 4)
+    store(core, keys, group_idx=0)
+    assert hit(core, keys) == 0
+    # 17 tokens: the current one and one chunk of 16 before it.
+    store(core, [keys[2]], parent=keys[1], group_idx=1)
+    found = core.lookup(None, "n", keys, probe=True)
+    assert found.chunks == 3
+    assert [(span.first, len(span.parts)) for span in found.spans] == [(0, 3), (2, 1)]
+
+
+def test_evicting_a_full_attention_part_takes_the_window_part_with_it() -> None:
+    core = make_core(4, full(PAGE_BYTES, group_idx=0), window(17, PAGE_BYTES, group_idx=1))
+    store(core, prompt(1, 2), group_idx=0)
+    store(core, prompt(1, 2), group_idx=1)
+    core.index.evict(None)
+    assert core.index.sealed_bytes == 0
+    assert not core.index.space("n").chunks
+
+
+def test_a_shard_larger_than_the_pool_is_refused() -> None:
+    core = make_core(4, full(5 * PAGE_BYTES))
+    with pytest.raises(RequestError) as caught:
+        store(core, prompt(1))
+    assert caught.value.reason is Reason.CHUNK_TOO_LARGE
+    assert not core.index.space("n").chunks
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Random use of two namespace shapes; after each step the books must balance."""
+
+    leases = Bundle("leases")
+    slots = Bundle("slots")
+
+    @initialize(shape=st.sampled_from(["one", "sharded", "hybrid"]))
+    def setup(self, shape: str) -> None:
+        self.world = 2 if shape == "sharded" else 1
+        groups = [full(*[PAGE_BYTES] * self.world)]
+        if shape == "hybrid":
+            groups = [
+                full(PAGE_BYTES, group_idx=0),
+                window(20, 2 * PAGE_BYTES, group_idx=1),
+            ]
+        self.clock = Clock()
+        self.core = make_core(16, *groups, world=self.world, clock=self.clock)
+        self.group_ids = [group.group_idx for group in groups]
+        self.written: dict[int, bytes] = {}  # by offset: whose bytes lie there
+        self.open: set[Slot] = set()
+
+    paths = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+
+    @rule(target=slots, path=paths, skip=st.integers(0, 3), where=st.integers(0, 3))
+    def reserve(self, path: list[int], skip: int, where: int) -> object:
+        keys = prompt(*path)
+        skip = min(skip, len(keys) - 1)
+        parent = keys[skip - 1] if skip else b""
+        outcomes = self.core.reserve(
+            None,
+            "n",
+            self.group_ids[where % len(self.group_ids)],
+            where % self.world,
+            parent,
+            keys[skip:],
+        )
+        new = [outcome for outcome in outcomes if isinstance(outcome, Slot)]
+        self.open.update(new)
+        return multiple(*new)
+
+    @rule(slot=consumes(slots))
+    def seal(self, slot: Slot) -> None:
+        self.open.discard(slot)
+        self.written[slot.offset] = slot.part.chunk.key
+        self.core.seal(slot)
+
+    @rule(slot=consumes(slots))
+    def give_back(self, slot: Slot) -> None:
+        self.open.discard(slot)
+        self.core.give_back(slot)
+
+    @rule(target=leases, path=paths, readers=st.integers(1, 2))
+    def lookup(self, path: list[int], readers: int) -> object:
+        found = self.core.lookup(None, "n", prompt(*path), readers=readers)
+        if found.lease is None:
+            assert found.chunks == 0
+            return multiple()
+        return found.lease
+
+    @rule(lease=leases, first=st.integers(0, 5), end=st.integers(0, 5), reader=st.integers(0, 1))
+    def free(self, lease: object, first: int, end: int, reader: int) -> None:
+        before = lease.locks  # type: ignore[attr-defined]
+        request = [(lease.lease_id, first, end, reader, None)]  # type: ignore[attr-defined]
+        (released,) = self.core.free_locks(None, request)
+        assert lease.locks == before - released  # type: ignore[attr-defined]
+
+    @rule(lease=consumes(leases))
+    def free_all(self, lease: object) -> None:
+        request = [(lease.lease_id, 0, 0, None, None)]  # type: ignore[attr-defined]
+        self.core.free_locks(None, request)
+        assert self.core.free_locks(None, request) == [0]
+
+    @rule(nbytes=st.integers(1, 4 * PAGE_BYTES))
+    def evict(self, nbytes: int) -> None:
+        self.core.index.evict(nbytes)
+
+    @rule()
+    def clear(self) -> None:
+        self.core.clear("n")
+
+    @rule(seconds=st.sampled_from([1.0, 20.0, 61.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.core.sweep()
+
+    @invariant()
+    def locked_bytes_are_never_reused(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for lease in self.core.leases:
+            for locked in lease.spans:
+                for index, part in enumerate(locked.span.parts):
+                    if any(bits >> index & 1 for bits in locked.held):
+                        for offset in part.slots:
+                            assert self.written[offset] == part.chunk.key
+
+    @invariant()
+    def pins_are_the_locks(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        pins: dict[int, int] = {}
+        for lease in self.core.leases:
+            assert lease.locks > 0
+            for locked in lease.spans:
+                for index, part in enumerate(locked.span.parts):
+                    held = sum(bits >> index & 1 for bits in locked.held)
+                    pins[id(part)] = pins.get(id(part), 0) + held
+                    if held:
+                        assert part.pins >= held
+        assert self.core.index.pinned_parts == sum(count > 0 for count in pins.values())
+
+    @invariant()
+    def memory_is_accounted_for(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        index = self.core.index
+        offsets = [slot.offset for slot in self.open]
+        for part in self._parts():
+            offsets.extend(offset for offset in part.slots if offset >= 0)
+        assert len(offsets) == len(set(offsets))
+        sizes = [index._slots._runs[offset // SLAB].slot_bytes for offset in offsets]
+        assert index.sealed_bytes + index.reserved_bytes == sum(sizes)
+
+    @invariant()
+    def every_visible_part_can_be_reached(self) -> None:
+        """No prefix is gone before what extends it, except while it is being stored again."""
+        if not hasattr(self, "core") or self.open:
+            return
+        space = self.core.index.space("n")
+        for chunk in space.chunks.values():
+            assert chunk.children == sum(other.parent is chunk for other in space.chunks.values())
+            assert chunk.parent is None or space.chunks[chunk.parent.key] is chunk.parent
+            assert chunk.children or any(chunk.parts)
+
+    def _parts(self) -> list[object]:
+        parts = {
+            id(part): part
+            for chunk in self.core.index.space("n").chunks.values()
+            for part in chunk.parts
+            if part is not None
+        }
+        for lease in self.core.leases:
+            for locked in lease.spans:
+                for index, part in enumerate(locked.span.parts):
+                    if any(bits >> index & 1 for bits in locked.held):
+                        parts[id(part)] = part
+        return list(parts.values())
+
+
+CoreMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestCoreMachine = CoreMachine.TestCase

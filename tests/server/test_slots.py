@@ -1,0 +1,76 @@
+"""The slot allocator against a model that knows only which bytes are taken."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
+
+SLAB = 16 * PAGE_BYTES
+SIZES = [1, PAGE_BYTES, 3 * PAGE_BYTES, 5 * PAGE_BYTES + 1, 9 * PAGE_BYTES, 20 * PAGE_BYTES]
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("allocate"), st.sampled_from(SIZES)),
+        st.tuples(st.just("free"), st.integers(0, 200)),
+    ),
+    max_size=200,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(operations)
+def test_slots_never_overlap_and_all_memory_comes_back(steps: list[tuple[str, int]]) -> None:
+    slots = SlotAllocator(8 * SLAB, SLAB)
+    slots.add(0, 8 * SLAB)
+    taken: dict[int, int] = {}
+    for verb, value in steps:
+        if verb == "allocate":
+            offset = slots.allocate(value)
+            if offset is not None:
+                end = offset + slots.slot_bytes(value)
+                assert 0 <= offset < end <= slots.limit_bytes
+                assert all(end <= other or offset >= taken[other] for other in taken)
+                taken[offset] = end
+        elif taken:
+            offset = sorted(taken)[value % len(taken)]
+            slots.free(offset)
+            del taken[offset]
+    for offset in taken:
+        slots.free(offset)
+    # One slot of everything: only possible if every slab went back.
+    assert slots.allocate(8 * SLAB) == 0
+
+
+def test_only_memory_that_is_ready_is_handed_out() -> None:
+    slots = SlotAllocator(4 * SLAB, SLAB)
+    assert slots.allocate(1) is None
+    slots.add(2 * SLAB, SLAB)
+    assert slots.allocate(SLAB) == 2 * SLAB
+    assert slots.allocate(SLAB) is None
+    assert slots.ready_bytes == SLAB
+
+
+def test_slots_stored_together_lie_together() -> None:
+    slots = SlotAllocator(4 * SLAB, SLAB)
+    slots.add(0, 4 * SLAB)
+    assert [slots.allocate(4 * PAGE_BYTES) for _ in range(4)] == [
+        index * 4 * PAGE_BYTES for index in range(4)
+    ]
+
+
+def test_a_size_that_wastes_half_a_slab_gets_several_in_a_row() -> None:
+    slots = SlotAllocator(64 * SLAB, SLAB)
+    slots.add(0, 64 * SLAB)
+    size = 9 * PAGE_BYTES  # one to a slab of 16 pages, seven to four of them
+    count = 0
+    while slots.allocate(size) is not None:
+        count += 1
+    assert count * size >= 0.95 * slots.limit_bytes
+
+
+def test_fits_is_about_the_pool_not_about_what_is_free() -> None:
+    slots = SlotAllocator(4 * SLAB, SLAB)
+    assert slots.fits(4 * SLAB)
+    assert not slots.fits(4 * SLAB + 1)
