@@ -195,10 +195,11 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
     message: str = getattr(error, "details", lambda: None)() or f"call ended with {code.name}"
     reason = _reason(getattr(error, "trailing_metadata", lambda: None)())
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
+        # gRPC tells the address twice before it says what is wrong.
+        cause = message.rpartition("error: ")[2]
         message = (
-            # gRPC's text tells the address twice before it says what is wrong.
-            f"no KVDock server answers at {server}: {message.rpartition('error: ')[2]}. Start one with `kvdock serve`, or "
-            f"say where it is with KVDOCK_ADDRESS"
+            f"no KVDock server answers at {server}: {cause}. Start one with `kvdock serve`, or say "
+            f"where it is with KVDOCK_ADDRESS"
         )
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
         message = f"the server at {server} did not answer in time: {message}"

