@@ -28,6 +28,8 @@ async def run(config: Config) -> None:
 
     Raises EndpointError, PoolError or RuntimeError if the server cannot start.
     """
+    loop = asyncio.get_running_loop()
+    stop = _stop_signal(loop)
     address = parse(config.address)
     endpoint = claim(address)
     try:
@@ -35,7 +37,6 @@ async def run(config: Config) -> None:
             logger.info("reclaimed shared memory that a killed server left behind: %s", name)
         pool = Pool(config.memory)
         try:
-            loop = asyncio.get_running_loop()
             pool.start(loop)
             core = Core(pool.slots)
             server = Server(core, pool, config.chunk_tokens)
@@ -48,7 +49,7 @@ async def run(config: Config) -> None:
                 config.chunk_tokens,
             )
             sweeper = loop.create_task(_sweep(core))
-            await _stop_signal(loop)
+            await stop.wait()
             await _drain(core, server, config.drain_seconds)
             sweeper.cancel()
             await server.stop(_GRACE_SECONDS)
@@ -67,11 +68,11 @@ async def _sweep(core: Core) -> None:
             logger.exception("a sweep failed; the next one follows")
 
 
-async def _stop_signal(loop: asyncio.AbstractEventLoop) -> None:
+def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await stop.wait()
+    return stop
 
 
 async def _drain(core: Core, server: Server, seconds: float) -> None:
