@@ -1,0 +1,62 @@
+"""Pages that people read first: their links lead somewhere and their claims are the code's."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import kvdock_server
+from kvdock_server.config import Config
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
+
+ONE_FLAG = """--kv-transfer-config '{"kv_connector":"KVDockConnector","kv_role":"kv_both"}'"""
+FIRST_SCREEN_LINES = 45
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_first_screen_of_the_readme() -> None:
+    lines = (REPOSITORY / "README.md").read_text().splitlines()
+    screen = "\n".join(lines[:FIRST_SCREEN_LINES])
+    assert "kvdock serve" in screen
+    assert ONE_FLAG in screen
+    assert "make demo" in screen
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    assert "\nmake test\n" in (REPOSITORY / "README.md").read_text()
+    assert "make test" in (REPOSITORY / ".ci" / "run").read_text()
+
+
+def test_one_version_everywhere() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert f"## [{project['version']}]" in (REPOSITORY / "CHANGELOG.md").read_text()
+    assert kvdock_server.__version__ == project["version"]
+
+
+def test_every_server_setting_is_documented() -> None:
+    page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `--([a-z-]+)` (.*)$", page, re.MULTILINE))
+    assert rows.keys() == {setting.name.replace("_", "-") for setting in fields(Config)}
+    for setting in fields(Config):
+        row = rows[setting.name.replace("_", "-")]
+        assert f"`KVDOCK_{setting.name.upper()}`" in row
+        assert f"`{setting.name}`" in row
+
+
+def test_every_connector_setting_is_documented() -> None:
+    page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    documented = set(re.findall(r"^\| `kvdock\.([a-z_]+)`", page, re.MULTILINE))
+    source = (REPOSITORY / "vllm_plugin" / "kvdock_vllm" / "config.py").read_text()
+    assert documented == set(re.findall(r"``kvdock\.([a-z_]+)``", source))
