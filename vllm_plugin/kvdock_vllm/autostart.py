@@ -1,0 +1,64 @@
+"""Starts a server that outlives the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+from kvdock.address import Address
+
+_log = logging.getLogger(__name__)
+
+
+class Autostart:
+    """Starts a server once for each time that none was found. Used by one thread."""
+
+    def __init__(self, address: Address) -> None:
+        """``address``: where the server shall listen. Raises ValueError if not on this host."""
+        if not address.is_local:
+            raise ValueError(
+                f"kvdock.autostart cannot start a server at {address}, which is another host: "
+                f"start it there, or leave kvdock.autostart off"
+            )
+        self._address = address
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts a server unless the one started last is still there, perhaps getting ready.
+
+        It gets its settings from ``KVDOCK_…`` variables and writes to ``kvdock.log`` beside its
+        socket. If another engine starts one at the same time, the second ends by itself.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return
+        command = [sys.executable, "-m", "kvdock_server", "--listen", str(self._address)]
+        try:
+            with self._open_log() as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    # A session of its own: signals to the engine's are not for it.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            _log.warning("could not start a KVDock server: %s", error)
+        else:
+            _log.info("started a KVDock server at %s: %s", self._address, " ".join(command))
+
+    def _open_log(self) -> IO[bytes]:
+        socket_path = self._address.socket_path
+        if socket_path is None:
+            return Path(os.devnull).open("wb")
+        socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(
+            socket_path.with_suffix(".log"),
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+            0o600,
+        )
+        return os.fdopen(descriptor, "ab")

@@ -1,0 +1,239 @@
+"""The class that vLLM loads: it hands each hook to the half of its process.
+
+vLLM lets no hook fail without the engine failing with it, so none of ours raises while the engine
+runs: a fault is logged and the request goes on without cache. Only what makes no sense at all, a
+setting, a model or a layout that is not supported, is refused, and that at the start.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvdock_vllm import offloading_alias
+from kvdock_vllm.config import Config
+from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
+from kvdock_vllm.metrics import PromMetrics, Stats
+from kvdock_vllm.scheduler import SchedulerHalf
+from kvdock_vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_log = logging.getLogger(__name__)
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _never_raises(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
+    """Logs what a hook raises, and answers ``otherwise()`` instead."""
+
+    def decorate(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def safe(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                _log.exception("KVDock failed in %s; the engine goes on", hook.__name__)
+                return otherwise()
+
+        return cast(Hook, safe)
+
+    return decorate
+
+
+def _nothing() -> None:
+    return None
+
+
+class KVDockConnector(KVConnectorBase_V1):
+    """KV cache outside the engine, shared by all engines of a host."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _tell_hit_source(self)
+        config = Config.from_vllm(vllm_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            offloading_alias.explain(vllm_config)
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+        else:
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not stored is a miss later on, nothing worse."""
+        return False
+
+    @property
+    def _of_scheduler(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "a hook of the scheduler was called in a worker"
+        return self._scheduler
+
+    @property
+    def _of_worker(self) -> WorkerHalf:
+        assert self._worker is not None, "a hook of the worker was called in the scheduler"
+        return self._worker
+
+    @property
+    def _step(self) -> StepMetadata | None:
+        metadata = self._connector_metadata
+        return metadata if isinstance(metadata, StepMetadata) else None
+
+    # -- worker ---------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._of_worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._of_worker.description
+
+    @_never_raises(_nothing)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(kv_connector_metadata, StepMetadata):
+            self._of_worker.handle_preemptions(kv_connector_metadata)
+
+    @_never_raises(_nothing)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self._of_worker.begin_step(connector_metadata)
+
+    @_never_raises(_nothing)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if (step := self._step) is not None:
+            self._of_worker.start_loads(step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are done before vLLM schedules the request."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing to do yet: chunks are stored when all layers are there."""
+
+    @_never_raises(_nothing)
+    def wait_for_save(self) -> None:
+        self._of_worker.start_stores()
+
+    @_never_raises(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._of_worker.get_finished(self._step)
+
+    @_never_raises(lambda: set[int]())
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._of_worker.take_failed_blocks()
+
+    @_never_raises(_nothing)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return self._of_worker.take_report()
+
+    # -- scheduler ------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._of_scheduler.describe_workers(
+            description
+            for description in metadata.values()
+            if isinstance(description, WorkerDescription)
+        )
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.set_xfer_handshake_metadata(metadata)
+
+    @_never_raises(_nothing)
+    def on_new_request(self, request: Request) -> None:
+        self._of_scheduler.on_new_request(request)
+
+    @_never_raises(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._of_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @_never_raises(_nothing)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._of_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    @_never_raises(StepMetadata)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._of_scheduler.build_connector_meta(scheduler_output)
+
+    @_never_raises(_nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._of_scheduler.update_connector_output(connector_output)
+
+    @_never_raises(lambda: (False, None))
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._of_scheduler.request_finished(request)
+
+    @_never_raises(lambda: False)
+    def reset_cache(self) -> bool | None:
+        return self._of_scheduler.reset_cache()
+
+    # -- both -----------------------------------------------------------------------------------
+
+    @_never_raises(_nothing)
+    def get_kv_connector_stats(self) -> Stats | None:
+        half = self._scheduler or self._worker
+        return half.take_stats() if half is not None else None
+
+    @_never_raises(_nothing)
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats | None:
+        return Stats(data=dict(data)) if data is not None else Stats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _tell_hit_source(connector: Any) -> None:
+    """Labels our hits as of host memory in vLLM's metrics, in versions that have such labels."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return
+    connector._cache_hit_source = CacheHitSource.HOST

@@ -1,0 +1,138 @@
+"""Copies between an engine's blocks and the host pool, in this process's memory.
+
+Each copy is a NumPy assignment between two strided views. It runs without the interpreter's lock
+from beginning to end, so the engine goes on meanwhile; one call a page would instead ask for the
+lock again after every page, against an engine that may hold it for milliseconds. Hence as few and
+as large calls as the addresses allow: consecutive blocks and evenly spaced layers go together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvdock_vllm.layout import GroupLayout, Region
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
+
+# A copy that was given up goes on to the end of its piece: a millisecond or so.
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Regions of one size at one distance from each other: one axis of a copy."""
+
+    first: Region
+    pitch: int
+    """Bytes from region to region."""
+    count: int
+    column: int
+    """Where they begin in a block on the host."""
+
+
+def stacks(regions: Sequence[Region]) -> list[Stack]:
+    """Joins neighbouring regions as far as they are evenly spaced."""
+    found: list[Stack] = []
+    column = 0
+    for region in regions:
+        if found and (joined := _join(found[-1], region)) is not None:
+            found[-1] = joined
+        else:
+            found.append(Stack(region, region.page_bytes, 1, column))
+        column += region.page_bytes
+    return found
+
+
+def _join(stack: Stack, region: Region) -> Stack | None:
+    first = stack.first
+    if (region.block_stride, region.page_bytes) != (first.block_stride, first.page_bytes):
+        return None
+    distance = region.address - first.address
+    pitch = stack.pitch if stack.count > 1 else distance
+    if pitch <= 0 or distance != stack.count * pitch:
+        return None
+    return Stack(first, pitch, stack.count + 1, stack.column)
+
+
+def runs(block_ids: Sequence[int], longest: int) -> Iterator[tuple[int, int, int]]:
+    """Parts of ``block_ids`` in which ids are consecutive: (index, first id, how many)."""
+    start = 0
+    for index in range(1, len(block_ids) + 1):
+        broken = index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1
+        if broken or index - start == longest:
+            yield start, block_ids[start], index - start
+            start = index
+
+
+class CopyStoppedError(Exception):
+    """A copy was given up before its end."""
+
+
+class Copier:
+    """Copies blocks of one group. Thread-safe; the tensors must outlive it."""
+
+    def __init__(self, layout: GroupLayout) -> None:
+        self._num_blocks = layout.num_blocks
+        self._block_bytes = layout.block_bytes
+        self._longest_run = max(1, _PIECE_BYTES // layout.block_bytes)
+        self._stacks = [
+            (stack, _blocks_view(stack, layout.num_blocks)) for stack in stacks(layout.regions)
+        ]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on the host."""
+        return self._block_bytes
+
+    def gather(self, block_ids: Sequence[int], host: Bytes, stop: Callable[[], bool]) -> None:
+        """Copies blocks into ``host``, one after the other.
+
+        Raises CopyStoppedError as soon as ``stop()`` is true, ValueError if a block does not exist
+        or ``host`` has another length.
+        """
+        for blocks, part in self._pieces(block_ids, host, stop):
+            np.copyto(part, blocks)
+
+    def scatter(self, host: Bytes, block_ids: Sequence[int], stop: Callable[[], bool]) -> None:
+        """The way back. Arguments and errors are those of :meth:`gather`."""
+        for blocks, part in self._pieces(block_ids, host, stop):
+            np.copyto(blocks, part)
+
+    def _pieces(
+        self, block_ids: Sequence[int], host: Bytes, stop: Callable[[], bool]
+    ) -> Iterator[tuple[Bytes, Bytes]]:
+        """Views of equal shape (blocks, regions, bytes): in the engine, and on the host."""
+        if len(host) != len(block_ids) * self._block_bytes:
+            raise ValueError(
+                f"{len(block_ids)} blocks take {len(block_ids) * self._block_bytes} bytes on the "
+                f"host, not {len(host)}"
+            )
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+            raise ValueError(f"block ids {block_ids} are not all below {self._num_blocks}")
+        rows = host.reshape(len(block_ids), self._block_bytes)
+        for index, block_id, count in runs(block_ids, self._longest_run):
+            if stop():
+                raise CopyStoppedError
+            for stack, view in self._stacks:
+                width = stack.count * stack.first.page_bytes
+                part = rows[index : index + count, stack.column : stack.column + width]
+                shape = (count, stack.count, stack.first.page_bytes)
+                yield view[block_id : block_id + count], part.reshape(shape)
+
+
+def _blocks_view(stack: Stack, num_blocks: int) -> Bytes:
+    """All blocks of a stack as an array of shape (blocks, regions, bytes) over their memory."""
+    first = stack.first
+    shape = (num_blocks, stack.count, first.page_bytes)
+    strides = (first.block_stride, stack.pitch, 1)
+    nbytes = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory: Any = (ctypes.c_ubyte * nbytes).from_address(first.address)
+    return np.ndarray(shape, np.uint8, memory, strides=strides)

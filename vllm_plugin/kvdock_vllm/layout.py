@@ -1,0 +1,235 @@
+"""From vLLM's KV-cache tensors to byte regions, without guessing.
+
+A tensor's shape says little about its memory: strides are permuted, layers share one allocation,
+a manager's block may be several of the kernel's, keys and values may be apart. So only strides are
+trusted. A block of a layer is taken apart into its contiguous pieces, outermost dimension first,
+and each piece becomes a region: the piece of block b begins at ``address + b * block_stride``.
+
+The host keeps a block as its regions one after the other. That order depends on the order of
+dimensions *inside* a page, which goes into the namespace, and not on how layers and blocks lie
+around it: engines that differ only in the latter share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvdock.types import GroupKind
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+
+class UnsupportedLayoutError(ValueError):
+    """The model's KV cache has a form that is not supported; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """What the scheduler needs to know of a KV-cache group."""
+
+    group_idx: int | None
+    """None if the model has only one group, which is then no group at all."""
+    kind: GroupKind
+    block_tokens: int
+    """Tokens a block."""
+    layer_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One contiguous piece of every block, in bytes."""
+
+    address: int
+    """Where the piece of block 0 begins."""
+    block_stride: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Where the blocks of one group lie in this process, and in which order the host keeps them."""
+
+    num_blocks: int
+    regions: tuple[Region, ...]
+    pages: tuple[str, ...]
+    """For each layer its name, bytes a page, element type and order of dimensions."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all of its regions."""
+        return sum(region.page_bytes for region in self.regions)
+
+
+def group_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    """The specs of a group's layers; one stands for all where they are equal."""
+    spec: Any = group.kv_cache_spec
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return list(per_layer.values()) if per_layer else [spec]
+
+
+def group_shapes(kv_cache_config: KVCacheConfig) -> tuple[GroupShape, ...]:
+    """The groups of a model.
+
+    Raises UnsupportedLayoutError for attention whose cache cannot be taken up at every block.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise UnsupportedLayoutError(
+            f"the model has {len(groups)} KV-cache groups and KVDock supports one; run vLLM with "
+            f"--disable-hybrid-kv-cache-manager if the model allows it"
+        )
+    (group,) = groups
+    return (
+        GroupShape(
+            group_idx=None,
+            kind=_kind(group_specs(group)),
+            block_tokens=group.kv_cache_spec.block_size,
+            layer_names=tuple(group.layer_names),
+        ),
+    )
+
+
+def _kind(specs: Iterable[KVCacheSpec]) -> GroupKind:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    # Subclasses with rules of their own about which blocks hold what.
+    refused = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
+    for spec in specs:
+        name = type(spec).__name__
+        if not isinstance(spec, FullAttentionSpec) or name in refused:
+            raise UnsupportedLayoutError(f"KVDock does not support a KV cache of kind {name}")
+        if getattr(spec, "non_causal", False):
+            # A token's keys then depend on tokens after it, which its chunk's key does not name.
+            raise UnsupportedLayoutError("KVDock does not support models that attend non-causally")
+    return GroupKind.FULL_ATTENTION
+
+
+def group_layout(
+    group: KVCacheGroupSpec, kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+) -> GroupLayout:
+    """Regions of all layers of a group, in the group's order of layers.
+
+    ``kv_caches`` are vLLM's tensors by layer. Layers that show the same memory count once. Raises
+    UnsupportedLayoutError if a tensor does not hold what its layer's spec says.
+    """
+    group_spec: Any = group.kv_cache_spec
+    per_layer: Mapping[str, KVCacheSpec] = getattr(group_spec, "kv_cache_specs", None) or {}
+    regions: dict[Region, None] = {}
+    pages: list[str] = []
+    for name in group.layer_names:
+        if name not in kv_caches:
+            raise UnsupportedLayoutError(f"vLLM registered no KV cache for layer {name}")
+        spec: Any = per_layer.get(name, group_spec)
+        tensor = kv_caches[name]
+        page_bytes = getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)
+        found = layer_regions(tensor, num_blocks)
+        if (held := sum(region.page_bytes for region in found)) != page_bytes:
+            raise UnsupportedLayoutError(
+                f"layer {name}: vLLM's spec says {page_bytes} bytes a block, its tensor of shape "
+                f"{tuple(tensor.shape)}, strides {tensor.stride()} and {num_blocks} blocks has "
+                f"{held}"
+            )
+        if all(region in regions for region in found):
+            continue
+        regions.update(dict.fromkeys(found))
+        pages.append(f"{name}:{page_bytes}:{page_order(tensor, num_blocks)}")
+    return GroupLayout(num_blocks, tuple(regions), tuple(pages))
+
+
+def layer_regions(tensor: torch.Tensor, num_blocks: int) -> tuple[Region, ...]:
+    """The contiguous pieces that together are one block of a layer.
+
+    Raises UnsupportedLayoutError if the tensor does not consist of ``num_blocks`` blocks.
+    """
+    halves = _halves(tensor, num_blocks)
+    if halves is not None:
+        return tuple(itertools.chain(*(layer_regions(half, num_blocks) for half in halves)))
+    block_stride, dims = _block_dims(tensor, num_blocks)
+    piece = tensor.element_size()
+    while dims and dims[-1].stride == piece:
+        piece *= dims.pop().size
+    if any(dim.stride < piece for dim in dims):
+        raise UnsupportedLayoutError(
+            f"KV-cache tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()}: its "
+            f"elements overlap"
+        )
+    offsets = (
+        sum(index * dim.stride for index, dim in zip(place, dims, strict=True))
+        for place in itertools.product(*(range(dim.size) for dim in dims))
+    )
+    base = tensor.data_ptr()
+    return tuple(Region(base + offset, block_stride, piece) for offset in offsets)
+
+
+def page_order(tensor: torch.Tensor, num_blocks: int) -> str:
+    """In which order a page's elements are kept: dimensions from the outermost, with sizes.
+
+    ``d0`` are the kernel's blocks within one of the manager's.
+    """
+    halves = _halves(tensor, num_blocks)
+    if halves is not None:
+        return f"2x({page_order(halves[0], num_blocks)})"
+    _, dims = _block_dims(tensor, num_blocks)
+    inside = ",".join(f"d{dim.index}={dim.size}" for dim in dims)
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{inside}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Dim:
+    index: int
+    size: int
+    stride: int
+    """Bytes."""
+
+
+def _block_dims(tensor: torch.Tensor, num_blocks: int) -> tuple[int, list[_Dim]]:
+    """Bytes from block to block, and a block's dimensions from the outermost in memory."""
+    if tensor.dim() < 1 or tensor.shape[0] == 0 or tensor.shape[0] % num_blocks:
+        raise UnsupportedLayoutError(
+            f"KV-cache tensor of shape {tuple(tensor.shape)} does not consist of {num_blocks} "
+            f"blocks"
+        )
+    element = tensor.element_size()
+    # A kernel may have smaller blocks than the manager, which then lie one after the other.
+    split = tensor.shape[0] // num_blocks
+    sizes: Sequence[int] = (split, *tensor.shape[1:])
+    strides = [stride * element for stride in tensor.stride()]
+    dims = [
+        _Dim(index, size, stride)
+        for index, (size, stride) in enumerate(zip(sizes, strides, strict=True))
+        if size > 1
+    ]
+    dims.sort(key=lambda dim: dim.stride, reverse=True)
+    return strides[0] * split, dims
+
+
+def _halves(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values, where they are apart: (2, blocks, ...) with all keys before all values.
+
+    Hybrids of attention and recurrent layers have the same shape with blocks outermost, so the
+    strides decide.
+    """
+    apart = (
+        tensor.dim() == 5
+        and tensor.shape[0] == 2
+        and tensor.shape[1] % num_blocks == 0
+        and tensor.stride(0) > tensor.stride(1)
+    )
+    return (tensor[0], tensor[1]) if apart else None
+
+
+def blocks_per_chunk(chunk_tokens: int, shape: GroupShape) -> int:
+    """How many blocks of a group make one chunk."""
+    return chunk_tokens // shape.block_tokens
+
+
+def fitting_chunk_tokens(wanted: int, shapes: Sequence[GroupShape]) -> int:
+    """The smallest chunk of at least ``wanted`` tokens that consists of whole blocks."""
+    unit = math.lcm(*(shape.block_tokens for shape in shapes))
+    return -(-wanted // unit) * unit

@@ -1,0 +1,245 @@
+"""A supervised connection: there is a session or there is none, and nobody waits to find out.
+
+A thread opens the session, prepares it, waits for its end and begins again. What was promised under
+one session is void under the next, so a session and what was prepared for it are published
+together, as one immutable :class:`Live`; holders compare it by identity.
+
+Somebody who can do without cache never waits for this thread. It says once that the server is gone,
+and once that it is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvdock import Client, Session
+from kvdock.address import Address
+from kvdock.errors import KVDockError, Unavailable
+from kvdock_vllm import affinity
+from kvdock_vllm.autostart import Autostart
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 2.0
+_FIRST_DELAY = 0.1
+_LONGEST_DELAY = 2.0
+_JOIN_SECONDS = 3.0
+
+Prepared = TypeVar("Prepared")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Live(Generic[Prepared]):
+    """An open session and what was prepared for it."""
+
+    client: Client
+    session: Session
+    prepared: Prepared
+
+
+OpenSession = Callable[[Client, Callable[[str], None]], Session]
+
+
+class Link(Generic[Prepared]):
+    """Keeps one session open for as long as there is a server."""
+
+    def __init__(
+        self,
+        name: str,
+        address: Address,
+        open_session: OpenSession,
+        prepare: Callable[[Client, Session], Prepared],
+        *,
+        before_close: Callable[[Session], None] = lambda session: None,
+        autostart: Autostart | None = None,
+    ) -> None:
+        """``name`` is for messages. ``open_session(client, on_lost)`` and ``prepare(client,
+        session)`` run on the link's thread, may take some seconds, and fail with a KVDockError, or
+        with ValueError if another attempt would fail as well: the link then gives up.
+        ``before_close(session)`` runs there too, and ends what still uses the session's memory.
+        """
+        self._name = name
+        self._address = address
+        self._open_session = open_session
+        self._prepare = prepare
+        self._before_close = before_close
+        self._autostart = autostart
+        self._changed = threading.Condition()
+        self._current: Live[Prepared] | None = None
+        self._renewals = 0
+        self._closing = False
+        self._attempt_now = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"kvdock-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begins to connect. Returns at once."""
+        self._thread.start()
+
+    @property
+    def current(self) -> Live[Prepared] | None:
+        """The open session; None while there is none. Never waits."""
+        live = self._current
+        return live if live is not None and live.session.alive else None
+
+    def wait(self, epoch: int, seconds: float) -> Live[Prepared] | None:
+        """The open session with the server process of that epoch, if it is there in time.
+
+        For background threads that know from somebody else that the server is there.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            live = self.current
+            if live is not None and live.session.epoch == epoch:
+                return live
+            self._attempt_now.set()
+            with self._changed:
+                if self._closing or not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return None
+
+    def renew(self, seconds: float) -> bool:
+        """Ends the session, so that another is opened and prepared; true if it is there in time.
+
+        What hangs on the old session is gone when this returns.
+        """
+        with self._changed:
+            self._current = None
+            # Also refuses a session that is being prepared just now.
+            self._renewals += 1
+            self._changed.notify_all()
+            self._attempt_now.set()
+            return self._changed.wait_for(lambda: self._current is not None, seconds)
+
+    def close(self) -> None:
+        """Ends the session and the thread."""
+        with self._changed:
+            self._closing = True
+            self._current = None
+            self._changed.notify_all()
+        self._attempt_now.set()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        affinity.restore()
+        delay = _FIRST_DELAY
+        outage = _Outage(self._name, self._address)
+        while not self._closing:
+            self._attempt_now.clear()
+            renewals = self._renewals
+            try:
+                live = self._connect()
+            except KVDockError as error:
+                outage.noticed(error)
+                if self._autostart is not None and type(error) is Unavailable:
+                    self._autostart.start()
+                self._attempt_now.wait(delay)
+                delay = min(2 * delay, _LONGEST_DELAY)
+                continue
+            except ValueError as error:
+                _log.error("KVDock is not used by this engine (%s): %s", self._name, error)
+                return
+            delay = _FIRST_DELAY
+            if renewals == self._renewals:
+                outage.over()
+                self._hold(live, renewals)
+            self._before_close(live.session)
+            live.session.close()
+            live.client.close()
+        _log.debug("%s: link closed", self._name)
+
+    def _connect(self) -> Live[Prepared]:
+        client = Client(str(self._address), timeout=_CONNECT_SECONDS)
+        try:
+            session = self._open_session(client, self._lost)
+            try:
+                return Live(client, session, self._prepare(client, session))
+            except BaseException:
+                session.close()
+                raise
+        except BaseException:
+            client.close()
+            raise
+
+    def _hold(self, live: Live[Prepared], renewals: int) -> None:
+        """Publishes the session and waits for its end."""
+        with self._changed:
+            if self._closing or renewals != self._renewals:
+                return
+            self._current = live
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._current is not live or not live.session.alive)
+            self._current = None
+        if (why := live.session.lost) is not None:
+            _log.info("%s: session ended: %s", self._name, why)
+
+    def _lost(self, why: str) -> None:
+        """Runs on the session's own thread."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class _Outage:
+    """Says once that there is no server, and once that there is one again."""
+
+    def __init__(self, name: str, address: Address) -> None:
+        self._name = name
+        self._address = address
+        self._since: float | None = None
+
+    def noticed(self, error: KVDockError) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+            _log.warning(
+                "KVDock (%s) serves without cache and goes on trying to connect to %s: %s",
+                self._name,
+                self._address,
+                error.message,
+            )
+
+    def over(self) -> None:
+        if self._since is None:
+            _log.info("KVDock (%s) is connected to %s", self._name, self._address)
+        else:
+            seconds = time.monotonic() - self._since
+            _log.warning(
+                "KVDock (%s) is connected to %s after %.1f s", self._name, self._address, seconds
+            )
+        self._since = None
+
+
+class Breaker:
+    """Spares callers the wait for a server that did not answer in time.
+
+    After a failure it is open for a while, twice as long after each further one, up to a limit;
+    then one more attempt may find out. Thread-safe as far as it must be: a race costs one attempt.
+    """
+
+    def __init__(self, first_seconds: float = 0.5, longest_seconds: float = 5.0) -> None:
+        self._first = first_seconds
+        self._longest = longest_seconds
+        self._seconds = first_seconds
+        self._open_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """True: do not even try."""
+        return time.monotonic() < self._open_until
+
+    def failed(self) -> bool:
+        """Notes an answer that did not come. True if the one before had come."""
+        first = self._open_until == 0.0
+        self._open_until = time.monotonic() + self._seconds
+        self._seconds = min(2 * self._seconds, self._longest)
+        return first
+
+    def succeeded(self) -> bool:
+        """Notes an answer. True if the one before had not come."""
+        recovered = self._open_until > 0.0
+        self._open_until = 0.0
+        self._seconds = self._first
+        return recovered

@@ -1,0 +1,99 @@
+"""One request's question to the server, and the lease that answers it.
+
+The object is the only owner of the lease: whatever becomes of the request, :meth:`Lookup.close`
+gives back what is still locked, and may be called at any time and as often as one likes. A question
+that is given up before its answer leaves nothing behind either: the client undoes a late answer.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+
+from kvdock.errors import KVDockError
+from kvdock.v1 import cache_pb2
+from kvdock_vllm.link import Live
+from kvdock_vllm.metadata import Target
+
+_log = logging.getLogger(__name__)
+
+
+class State(enum.Enum):
+    """Where a lookup stands."""
+
+    ASKED = enum.auto()
+    ANSWERED = enum.auto()
+    TIMED_OUT = enum.auto()
+    FAILED = enum.auto()
+
+
+class Lookup:
+    """Never blocks. Used by one thread."""
+
+    def __init__(
+        self, live: Live[Target], keys: Sequence[bytes], *, readers: int, timeout: float
+    ) -> None:
+        """Asks for the chunks of a prompt; ``timeout`` in seconds."""
+        self.live = live
+        self.state = State.ASKED
+        self.error: KVDockError | None = None
+        self.hit_chunks = 0
+        """Chunks that can be had; 0 until ANSWERED."""
+        self.lease_id = 0
+        self.num_computed_tokens = 0
+        """What the engine had already when it was last told of the hit."""
+        self._deadline = time.monotonic() + timeout
+        self._future: Future[cache_pb2.LookupResponse] = live.session.submit(
+            cache_pb2.LookupRequest(namespace=self.target.namespace, keys=keys, readers=readers)
+        )
+
+    @property
+    def target(self) -> Target:
+        """What was asked."""
+        return self.live.prepared
+
+    def poll(self) -> bool:
+        """Looks whether there is an answer, or the time is up. True if that was settled now."""
+        if self.state is not State.ASKED:
+            return False
+        if not self._future.done():
+            if time.monotonic() < self._deadline:
+                return False
+            if self._future.cancel():
+                self.state = State.TIMED_OUT
+                return True
+        try:
+            response = self._future.result()
+        except (KVDockError, CancelledError) as error:
+            self.state = State.FAILED
+            self.error = error if isinstance(error, KVDockError) else None
+            return True
+        self.state = State.ANSWERED
+        self.hit_chunks = response.hit_chunks
+        self.lease_id = response.lease_id
+        return True
+
+    def free(self, first: int = 0, end: int = 0) -> None:
+        """Gives back all readers' locks on chunks [first, end); ``end`` 0 means to the end."""
+        if not self.lease_id or not self.live.session.alive:
+            return
+        locks = cache_pb2.LockRange(lease_id=self.lease_id, first_chunk=first, end_chunk=end)
+        freed = self.live.session.submit(cache_pb2.FreeLocksRequest(locks=[locks]))
+        freed.add_done_callback(_log_failure)
+
+    def close(self) -> None:
+        """Gives back everything."""
+        if self.state is State.ASKED and not self._future.cancel():
+            self.poll()
+        self.free()
+        self.lease_id = 0
+
+
+def _log_failure(future: Future[cache_pb2.FreeLocksResponse]) -> None:
+    # The locks end with the session at the latest, so there is nothing to be done about it.
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        _log.debug("freeing locks failed: %s", error)

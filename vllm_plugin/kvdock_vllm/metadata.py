@@ -1,0 +1,116 @@
+"""What the scheduler half tells the workers in each step, and what they tell back.
+
+All of it is pickled between processes by vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """How one worker keeps the blocks of one group."""
+
+    block_bytes: int
+    pages: tuple[str, ...]
+    """Describes the layers' pages: equal text, interchangeable bytes."""
+
+
+@dataclass(frozen=True)
+class WorkerDescription(KVConnectorHandshakeMetadata):
+    """What a worker knows of its KV cache and the scheduler does not. Sent once, at the start."""
+
+    worker_id: int
+    groups: tuple[GroupPages, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which namespace of which server process a step's loads and stores concern."""
+
+    epoch: int
+    namespace: str
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """Load the hit of one request: chunks [first_chunk, end_chunk) of its lookup."""
+
+    request_id: str
+    lease_id: int
+    first_chunk: int
+    end_chunk: int
+    skip_blocks: int
+    """Blocks of the first chunk that the engine has already."""
+    block_ids: tuple[int, ...]
+    """The engine's blocks to fill, from there on. The last chunk's may be fewer than it has."""
+    target: Target | None
+    """None: the server was lost since the hit was promised, so that the load fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """Store consecutive chunks of one request."""
+
+    job_id: int
+    request_id: str
+    first_chunk: int
+    parent: bytes
+    """Key of the chunk before the first; empty for a prompt's first."""
+    keys: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    """Blocks of all chunks, chunk by chunk."""
+    target: Target
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Everything for one step."""
+
+    preempted: list[str] = field(default_factory=list)
+    """Requests whose blocks have been given away: nothing may read them from now on."""
+    loads: list[LoadSpec] = field(default_factory=list)
+    stores: list[StoreSpec] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    """Finished requests whose blocks vLLM holds until each worker reports them once."""
+    has_forward: bool = True
+    """False in a step that only moves bytes."""
+
+
+@dataclass(slots=True)
+class StoreOutcome:
+    """How far the workers got with one job."""
+
+    workers: int
+    """How many are done with it."""
+    refused_from: int | None
+    """First chunk, counted from the prompt's beginning, that some worker could not store."""
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What the workers finished since their last report."""
+
+    stores: dict[int, StoreOutcome] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """The report of both."""
+        assert isinstance(other, WorkerReport)
+        stores = dict(self.stores)
+        for job_id, theirs in other.stores.items():
+            ours = stores.get(job_id)
+            stores[job_id] = theirs if ours is None else _both(ours, theirs)
+        return WorkerReport(stores)
+
+
+def _both(one: StoreOutcome, other: StoreOutcome) -> StoreOutcome:
+    refused = [chunk for chunk in (one.refused_from, other.refused_from) if chunk is not None]
+    return StoreOutcome(one.workers + other.workers, min(refused, default=None))

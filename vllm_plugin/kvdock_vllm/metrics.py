@@ -1,0 +1,100 @@
+"""What the connector counts, for vLLM's log and its Prometheus endpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+COUNTERS: Final = {
+    "lookups": "Lookups answered in time.",
+    "lookup_timeouts": "Lookups not answered in time; the requests went on without cache.",
+    "lookup_errors": "Lookups that failed.",
+    "hit_tokens": "Prompt tokens found by lookups.",
+    "loaded_tokens": "Tokens loaded in place of being computed, counted once however many workers.",
+    "failed_loads": "Requests of which not everything could be loaded.",
+    "loaded_chunks": "Chunk shards loaded.",
+    "loaded_bytes": "Bytes loaded.",
+    "load_seconds": "Time that loads took, from the request to the last byte.",
+    "stored_chunks": "Chunk shards stored.",
+    "stored_bytes": "Bytes stored.",
+    "store_seconds": "Time that stores took, from the reservation to the commit.",
+    "existing_chunks": "Chunk shards that needed no storing, because the server had them.",
+    "refused_chunks": "Chunk shards that were not stored: no memory, no parent, or no server.",
+}
+"""Name and description of each counter. Chunks and bytes are summed over workers."""
+
+
+class Stats(KVConnectorStats):
+    """Counters of one interval. ``data`` has only those that are not zero."""
+
+    def add(self, counter: str, amount: float = 1) -> None:
+        """Counts."""
+        assert counter in COUNTERS, counter
+        if amount:
+            self.data[counter] = self.data.get(counter, 0) + amount
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> Stats:
+        for counter, amount in other.data.items():
+            self.data[counter] = self.data.get(counter, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log: what happened, and how fast."""
+        shown: dict[str, int | float] = {
+            counter: amount
+            for counter, amount in self.data.items()
+            if not counter.endswith(("_seconds", "_bytes"))
+        }
+        for verb, name in (("load", "loaded"), ("store", "stored")):
+            seconds = self.data.get(f"{verb}_seconds", 0)
+            nbytes = self.data.get(f"{name}_bytes", 0)
+            if seconds:
+                shown[f"{verb}_GB_per_s"] = round(nbytes / seconds / 1e9, 2)
+        return shown
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def take(self) -> Stats | None:
+        """The counters since the last call; None if nothing was counted."""
+        if self.is_empty():
+            return None
+        taken = Stats(data=self.data)
+        self.data = {}
+        return taken
+
+
+class PromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter ``vllm:kvdock_<name>`` for each counter, per engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters: dict[str, Any] = {
+            name: self._counter_cls(
+                name=f"vllm:kvdock_{name}",
+                documentation=f"KVDock: {description}",
+                labelnames=labelnames,
+            )
+            for name, description in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, amount in transfer_stats_data.items():
+            labels = self.per_engine_labelvalues[engine_idx]
+            self._counters[name].labels(*labels).inc(amount)

@@ -1,0 +1,199 @@
+"""The namespace: everything that must be equal for KV bytes to be interchangeable.
+
+Derived from what the engine is running, never typed by hand. Too narrow costs a cold start after
+some change; too wide answers wrongly, which nobody notices. So in doubt a fact goes in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdock.types import Group, Namespace
+from kvdock_vllm.layout import GroupShape, UnsupportedLayoutError, blocks_per_chunk
+from kvdock_vllm.metadata import GroupPages, WorkerDescription
+from kvdock_vllm.parallel import ParallelStrategy
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def derive_namespace(
+    vllm_config: VllmConfig,
+    strategy: ParallelStrategy,
+    shapes: Sequence[GroupShape],
+    workers: Mapping[int, WorkerDescription],
+    chunk_tokens: int,
+) -> Namespace:
+    """The namespace of this engine's KV for chunks of ``chunk_tokens`` tokens.
+
+    ``workers`` has one description for each worker of the engine. Raises UnsupportedLayoutError if
+    workers that should hold the same shard describe it differently.
+    """
+    shards = _shards(strategy, workers)
+    cache: Any = vllm_config.cache_config
+    facts = {
+        "model": model_facts(vllm_config),
+        "kv_dtype": kv_dtype(vllm_config),
+        "scales": _scales(vllm_config),
+        "pages": [[group.pages for group in shard] for shard in shards],
+        "groups": [(shape.kind.name, shape.block_tokens) for shape in shapes],
+        "chunk_tokens": chunk_tokens,
+        "kv_world_size": strategy.kv_world_size,
+        "packing": _packing(vllm_config),
+    }
+    digest = hashlib.sha256(_canonical(facts)).hexdigest()
+    model: Any = vllm_config.model_config
+    short_name = re.sub(r"[^!-~]", "_", Path(model.model).name)[-64:] or "model"
+    return Namespace(
+        name=f"{short_name}@{digest[:32]}",
+        chunk_tokens=chunk_tokens,
+        kv_world_size=strategy.kv_world_size,
+        groups=tuple(
+            Group(
+                kind=shape.kind,
+                group_idx=shape.group_idx,
+                shard_bytes=_shard_bytes(shape, [shard[index] for shard in shards], chunk_tokens),
+            )
+            for index, shape in enumerate(shapes)
+        ),
+        labels={
+            "model": str(model.model)[-256:],
+            "revision": str(_revision(model) or "")[:256],
+            "kv_dtype": kv_dtype(vllm_config),
+            "block_tokens": str(cache.block_size),
+            "tensor_parallel": str(strategy.tensor_size),
+            "pipeline_parallel": str(strategy.pipeline_size),
+        },
+    )
+
+
+def _shards(
+    strategy: ParallelStrategy, workers: Mapping[int, WorkerDescription]
+) -> list[tuple[GroupPages, ...]]:
+    """What each shard consists of, by kv_worker_id."""
+    shards: list[tuple[GroupPages, ...]] = []
+    for kv_worker_id in range(strategy.kv_world_size):
+        first = kv_worker_id * strategy.readers_per_shard
+        readers = [workers[first + reader] for reader in range(strategy.readers_per_shard)]
+        if any(reader.groups != readers[0].groups for reader in readers):
+            raise UnsupportedLayoutError(
+                f"workers {first} to {first + len(readers) - 1} should hold the same KV cache and "
+                f"lay it out differently"
+            )
+        shards.append(readers[0].groups)
+    return shards
+
+
+def _shard_bytes(
+    shape: GroupShape, shards: Sequence[GroupPages], chunk_tokens: int
+) -> tuple[int, ...]:
+    sizes = tuple(shard.block_bytes * blocks_per_chunk(chunk_tokens, shape) for shard in shards)
+    return sizes[:1] if len(set(sizes)) == 1 else sizes
+
+
+def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What a token's KV depends on, beside how it is kept."""
+    model: Any = vllm_config.model_config
+    hf_config: Any = model.hf_config
+    facts: dict[str, Any] = {
+        "weights": _weights(model.model, model),
+        # With whatever overrides the user gave.
+        "config": _without_paths(hf_config.to_dict()),
+        "dtype": str(model.dtype),
+        "quantization": str(getattr(model, "quantization", None)),
+        "quantization_config": repr(getattr(model, "quantization_config", None)),
+    }
+    if _rope_depends_on_length(hf_config):
+        facts["max_model_len"] = model.max_model_len
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None:
+        # A draft model has layers, and so KV, of its own.
+        draft: Any = getattr(speculative, "draft_model_config", None)
+        facts["draft"] = [
+            str(getattr(speculative, "method", None)),
+            _weights(draft.model, draft) if draft is not None else None,
+        ]
+    return facts
+
+
+def kv_dtype(vllm_config: VllmConfig) -> str:
+    """Type of the KV cache's elements as resolved: "auto" is the model's."""
+    wanted = str(vllm_config.cache_config.cache_dtype)
+    resolved = str(vllm_config.model_config.dtype) if wanted == "auto" else wanted
+    return resolved.removeprefix("torch.")
+
+
+def _scales(vllm_config: VllmConfig) -> str:
+    """Quantized KV whose scales an engine finds out as it runs is only good for that engine."""
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        transfer: Any = vllm_config.kv_transfer_config
+        return f"of engine {transfer.engine_id}"
+    return "of checkpoint"
+
+
+def _packing(vllm_config: VllmConfig) -> list[str]:
+    """CPU kernels pack pages for the instructions of the machine, in a form of vLLM's own."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return []
+    import torch
+    import vllm
+
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), vllm.__version__]
+
+
+def _weights(name: str, model: ModelConfig) -> list[str | None]:
+    """Identity of a checkpoint: a repository and commit, or the files of a local folder."""
+    path = Path(name)
+    if path.exists():
+        return ["files", files_digest(path)]
+    return ["repository", name, _revision(model)]
+
+
+def _revision(model: Any) -> str | None:
+    """The commit that a revision stands for, as far as vLLM or transformers resolved it."""
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return commit or getattr(model, "revision", None)
+
+
+def files_digest(path: Path) -> str:
+    """Identity of a checkpoint's or adapter's files, which are too large to be read.
+
+    Their names, sizes and times of change: what is written anew is something else, what is only
+    mounted elsewhere is not. What an adapter applies to enters with its text; a model's own
+    configuration enters the namespace as vLLM has read it.
+    """
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.iterdir()):
+        if file.name == "adapter_config.json":
+            digest.update(_canonical([file.name, file.read_text()]))
+        elif file.suffix in _WEIGHT_SUFFIXES:
+            status = file.stat()
+            digest.update(_canonical([file.name, status.st_size, status.st_mtime_ns]))
+    return digest.hexdigest()
+
+
+def _rope_depends_on_length(hf_config: Any) -> bool:
+    """Some models choose their rotary embedding by the longest prompt that is allowed."""
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    found = _canonical([getattr(text, name, None) for name in ("rope_scaling", "rope_parameters")])
+    return any(kind in found for kind in (b"longrope", b'"su"', b"dynamic"))
+
+
+def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """A model's configuration less what says where it came from or which program wrote it."""
+    dropped = ("_name_or_path", "transformers_version", "_commit_hash")
+    return {key: value for key, value in config.items() if key not in dropped}
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

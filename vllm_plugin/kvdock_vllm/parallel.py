@@ -1,0 +1,150 @@
+"""Ranks: which worker holds which shard, who stores it and who reads it.
+
+Decided once, here, from vLLM's configuration, and passed whole. Nothing else in the plugin does
+arithmetic on ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvdock_vllm.layout import group_specs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelStrategy:
+    """One worker's place in its engine. The scheduler's is that of worker 0.
+
+    vLLM numbers the workers of an engine so that the ranks of a tensor-parallel group are
+    neighbours. With multi-head latent attention (MLA) tensor parallelism does not divide the KV
+    cache: every rank of a group holds the same bytes, so a group has one shard, which its first
+    rank stores and which every rank reads. Table for ``tensor_size=4, pipeline_size=2``::
+
+        worker_id                       0   1   2   3   4   5   6   7
+        pipeline_rank   worker_id // 4  0   0   0   0   1   1   1   1
+        tensor_rank     worker_id % 4   0   1   2   3   0   1   2   3
+
+        without MLA: kv_world_size 8, one reader a shard
+          kv_worker_id                  0   1   2   3   4   5   6   7
+          stores                        x   x   x   x   x   x   x   x
+
+        with MLA: kv_world_size 2, four readers a shard
+          kv_worker_id  worker_id // 4  0   0   0   0   1   1   1   1
+          stores                        x   .   .   .   x   .   .   .
+
+    Raises ValueError, naming the sizes, for a combination that is not supported.
+    """
+
+    use_mla: bool
+    """Every layer's cache is the same on all ranks of a tensor-parallel group."""
+    tensor_size: int
+    pipeline_size: int
+    worker_id: int
+    """Rank in the engine; data parallelism makes engines, not ranks."""
+    prefill_context_size: int = 1
+    decode_context_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "prefill_context", "decode_context"):
+            size = getattr(self, f"{name}_size")
+            if size < 1:
+                raise ValueError(f"{name}_parallel_size is {size}: it must be at least 1")
+        # Tokens are dealt out over context-parallel ranks, so that a block id stands for several
+        # blocks of which each rank has a part.
+        for name in ("prefill_context", "decode_context"):
+            size = getattr(self, f"{name}_size")
+            if size > 1:
+                raise ValueError(
+                    f"KVDock does not support {name}_parallel_size={size}: run with 1, or without "
+                    f"the KVDock connector"
+                )
+        if not 0 <= self.worker_id < self.world_size:
+            raise ValueError(
+                f"worker {self.worker_id} is not in an engine of tensor_parallel_size="
+                f"{self.tensor_size} and pipeline_parallel_size={self.pipeline_size}, whose "
+                f"workers are 0 to {self.world_size - 1}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the engine. Each of them loads, under a lock of its own."""
+        return self.tensor_size * self.pipeline_size
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.worker_id % self.tensor_size
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.worker_id // self.tensor_size
+
+    @property
+    def is_first_tp_rank(self) -> bool:
+        """First of its tensor-parallel group, of which each pipeline stage has one."""
+        return self.tensor_rank == 0
+
+    @property
+    def readers_per_shard(self) -> int:
+        """Workers that read one and the same shard."""
+        return self.tensor_size if self.use_mla else 1
+
+    @property
+    def kv_world_size(self) -> int:
+        """Shards of a part."""
+        return self.world_size // self.readers_per_shard
+
+    @property
+    def kv_worker_id(self) -> int:
+        """The shard that this worker stores or reads."""
+        return self.worker_id // self.readers_per_shard
+
+    @property
+    def stores(self) -> bool:
+        """Whether this worker stores its shard. Every worker loads."""
+        return self.is_first_tp_rank or not self.use_mla
+
+    @classmethod
+    def from_vllm(
+        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_worker: bool
+    ) -> ParallelStrategy:
+        """The strategy of this process. ``is_worker`` False stands for the scheduler.
+
+        Raises ValueError for a combination that is not supported.
+        """
+        parallel: Any = vllm_config.parallel_config
+        strategy = cls(
+            use_mla=_shared_by_tensor_ranks(kv_cache_config),
+            tensor_size=parallel.tensor_parallel_size,
+            pipeline_size=parallel.pipeline_parallel_size,
+            prefill_context_size=getattr(parallel, "prefill_context_parallel_size", 1),
+            decode_context_size=getattr(parallel, "decode_context_parallel_size", 1),
+            # Only workers know their rank. Some launchers count it over all data-parallel engines,
+            # which come first in vLLM's order of ranks.
+            worker_id=parallel.rank % parallel.world_size if is_worker else 0,
+        )
+        if strategy.world_size != parallel.world_size:
+            raise ValueError(
+                f"vLLM runs {parallel.world_size} workers, which is not tensor_parallel_size="
+                f"{strategy.tensor_size} times pipeline_parallel_size={strategy.pipeline_size}: "
+                f"KVDock does not know which of them share a KV cache"
+            )
+        return strategy
+
+
+def _shared_by_tensor_ranks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether all layers are of MLA. One layer that is not makes every rank's bytes its own."""
+    from vllm.v1 import kv_cache_interface
+
+    mla: tuple[type, ...] = tuple(
+        getattr(kv_cache_interface, name)
+        for name in ("MLAAttentionSpec", "SlidingWindowMLASpec")
+        # The second is not in every version, and no subclass of the first.
+        if hasattr(kv_cache_interface, name)
+    )
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in group_specs(group)]
+    return bool(specs) and all(isinstance(spec, mla) for spec in specs)

@@ -1,0 +1,584 @@
+"""The half of the connector in vLLM's scheduler: decides what is loaded and what is stored.
+
+It never waits for the server, and the server's absence costs a request nothing. Its state is one
+record a request, and one for each load and each store that is under way, because those outlive the
+request. What vLLM does to it, in order:
+
+``on_new_request``
+    asks the server (once; the answer is awaited by being polled).
+``get_num_new_matched_tokens``
+    tells the answer. May come any number of times, or the answer be thrown away: no effects.
+``update_state_after_alloc``
+    says what becomes of the answer. Only now is the lease used, or given back.
+``build_connector_meta``
+    sends loads, stores and news of requests to the workers.
+``update_connector_output``
+    brings what the workers finished.
+``request_finished``
+    ends the record.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvdock import Client, Session
+from kvdock.errors import ServerError
+from kvdock.keys import KeyChain
+from kvdock.types import Namespace, SessionRole
+from kvdock_vllm.autostart import Autostart
+from kvdock_vllm.config import Config
+from kvdock_vllm.keys import ScopeReader
+from kvdock_vllm.layout import blocks_per_chunk, fitting_chunk_tokens, group_shapes
+from kvdock_vllm.link import Breaker, Link, Live
+from kvdock_vllm.lookup import Lookup, State
+from kvdock_vllm.metadata import (
+    LoadSpec,
+    StepMetadata,
+    StoreOutcome,
+    StoreSpec,
+    Target,
+    WorkerDescription,
+    WorkerReport,
+)
+from kvdock_vllm.metrics import Stats
+from kvdock_vllm.namespace import derive_namespace
+from kvdock_vllm.parallel import ParallelStrategy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_log = logging.getLogger(__name__)
+
+# Under these keys of its kv_transfer_params a request asks for the number of tokens that came from
+# here, and gets it in its response. The second is what existing tools send.
+EXTRA_TOKENS_KEYS = ("num_kvdock_extra_cached_tokens", "num_lmcache_extra_cached_tokens")
+
+# Most keys that one Lookup may name; a longer prompt is looked up as far as that.
+_MOST_KEYS = 16_384
+
+# What was refused (no memory, a parent that went) is not offered again sooner.
+_RETRY_SECONDS = 1.0
+
+_RESET_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class _Record:
+    """A request that vLLM has not finished."""
+
+    request: Request
+    chain: KeyChain | None = None
+    """Keys of the request's chunks, as far as they were needed; None before the first."""
+    chain_chunk_tokens: int = 0
+    limit: int | None = None
+    """Tokens that may be cached; None: all."""
+    lookup: Lookup | None = None
+    bypass: bool = False
+    """A load failed: loads no more, so as not to fail again and again."""
+    block_ids: list[int] = field(default_factory=list)
+    stored_chunks: int = 0
+    """Chunks from the first on that the server has, or that were offered to it."""
+    stored_epoch: int = 0
+    """Of the server that this is true for."""
+    retry_at: float = 0.0
+    jobs: set[int] = field(default_factory=set)
+    """Stores under way that read the request's blocks."""
+    admitted: bool = False
+    """vLLM has decided once how much of the request it loads."""
+    extra_tokens: int = 0
+    """Of that first decision, what was really loaded."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way. It outlives a request that is aborted meanwhile."""
+
+    lookup: Lookup | None
+    block_ids: tuple[int, ...]
+    first_token: int
+    num_tokens: int
+    good_blocks: int
+    """Blocks from the first on of which no worker said that they failed."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A store under way."""
+
+    request_id: str
+    workers: int
+    """How many have not yet reported."""
+
+
+class SchedulerHalf:
+    """Used by the scheduler's thread only, except for preparing a session."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
+    ) -> None:
+        """Connects to nothing yet: see :meth:`describe_workers`.
+
+        Raises ValueError for what is not supported.
+        """
+        transfer: Any = vllm_config.kv_transfer_config
+        # Read by the scheduler after this constructor. vLLM's default ends a request whose load
+        # fails with an error; a cache may fail without anybody noticing.
+        transfer.kv_load_failure_policy = "recompute"
+        self._vllm_config = vllm_config
+        self._config = config
+        self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=False)
+        self._shapes = group_shapes(kv_cache_config)
+        self._block_tokens = self._shapes[0].block_tokens
+        self._scopes = ScopeReader(vllm_config)
+        self._workers: Mapping[int, WorkerDescription] = {}
+        self._namespaces: dict[int, Namespace] = {}
+        self._engine_id = str(transfer.engine_id)
+        self._link: Link[Target] = Link(
+            "scheduler",
+            config.address,
+            self._open_session,
+            self._prepare_session,
+            autostart=Autostart(config.address) if config.autostart else None,
+        )
+        self._breaker = Breaker()
+        self._stats = Stats()
+        self._records: dict[str, _Record] = {}
+        self._loads: dict[str, _Load] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._num_jobs = 0
+        # For the next step's metadata.
+        self._new_loads: list[LoadSpec] = []
+        self._new_stores: list[StoreSpec] = []
+        self._new_finished: list[str] = []
+        # How often the namespace was to be cleared, and how often that was done; not a flag, since
+        # two threads write here. While stores of before are under way nothing is looked up.
+        self._clears_wanted = 0
+        self._clears_done = 0
+        self._stale_jobs: set[int] = set()
+
+    # -- connection -----------------------------------------------------------------------------
+
+    def describe_workers(self, descriptions: Iterable[WorkerDescription]) -> None:
+        """Takes the workers' descriptions, all at once, and begins to connect."""
+        self._workers = {description.worker_id: description for description in descriptions}
+        missing = set(range(self._strategy.world_size)) - self._workers.keys()
+        if missing:
+            raise ValueError(f"workers {sorted(missing)} did not describe their KV cache")
+        self._link.start()
+
+    def _open_session(self, client: Client, on_lost: Any) -> Session:
+        return client.session(self._engine_id, role=SessionRole.SCHEDULER, on_lost=on_lost)
+
+    def _prepare_session(self, client: Client, session: Session) -> Target:
+        """Registers the namespace. Runs on the link's thread."""
+        announced = self._config.chunk_tokens or session.chunk_tokens
+        if announced < 1:
+            raise ServerError("the server announced chunks of 0 tokens; set kvdock.chunk_tokens")
+        chunk_tokens = fitting_chunk_tokens(announced, self._shapes)
+        if chunk_tokens not in self._namespaces:
+            self._namespaces[chunk_tokens] = derive_namespace(
+                self._vllm_config, self._strategy, self._shapes, self._workers, chunk_tokens
+            )
+        namespace = self._namespaces[chunk_tokens]
+        session.register_namespace(namespace)
+        if (wanted := self._clears_wanted) != self._clears_done:
+            client.clear(namespace.name)
+            self._clears_done = wanted
+        _log.info("namespace %s, chunks of %d tokens", namespace.name, chunk_tokens)
+        return Target(session.epoch, namespace.name, chunk_tokens)
+
+    def _live(self) -> Live[Target] | None:
+        """The session, if the server may be used now."""
+        return None if self._stale_jobs else self._link.current
+
+    # -- what is cached -------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Asks the server, so that the answer may be there when the scheduler wants it."""
+        record = self._record(request)
+        if not request.skip_reading_prefix_cache:
+            record.lookup = self._ask(record)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those computed, None if not known yet; and whether a
+        load is asynchronous.
+        """
+        record = self._record(request)
+        # vLLM 0.26 asks even where it may not read a cache. A partly computed block would be
+        # overwritten by a load, and others may be using it.
+        if (
+            record.bypass
+            or request.skip_reading_prefix_cache
+            or num_computed_tokens % self._block_tokens
+        ):
+            return 0, False
+        live = self._live()
+        if record.lookup is None or record.lookup.live is not live:
+            self._forget_lookup(record)
+            record.lookup = self._ask(record)
+            if record.lookup is None:
+                return 0, False
+        lookup = record.lookup
+        if lookup.poll():
+            self._count(lookup)
+        if lookup.state is State.ASKED:
+            return None, False
+        lookup.num_computed_tokens = num_computed_tokens
+        hit_tokens = lookup.hit_chunks * lookup.target.chunk_tokens
+        new_tokens = max(0, hit_tokens - num_computed_tokens)
+        return new_tokens, new_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Loads ``num_external_tokens``, which is what the scheduler made of the answer."""
+        record = self._record(request)
+        (block_ids,) = blocks.get_block_ids()
+        record.block_ids = list(block_ids)
+        lookup, record.lookup = record.lookup, None
+        if lookup is not None and lookup.state is State.ANSWERED:
+            # Assigned, not added to: the scheduler may have asked many times.
+            record.stored_chunks = lookup.hit_chunks
+            record.stored_epoch = lookup.target.epoch
+        if num_external_tokens > 0:
+            self._load(record, lookup, num_external_tokens)
+            return
+        record.admitted = True
+        if lookup is not None:
+            lookup.close()
+
+    def _record(self, request: Request) -> _Record:
+        record = self._records.get(request.request_id)
+        if record is None:
+            record = self._records[request.request_id] = _Record(request)
+        return record
+
+    def _ask(self, record: _Record) -> Lookup | None:
+        """Looks a request up. None if there is nothing to ask, or nobody."""
+        live = self._live()
+        if live is None or self._breaker.is_open:
+            return None
+        keys = self._keys(record, record.request.num_tokens, live.prepared.chunk_tokens)
+        if not keys:
+            return None
+        return Lookup(
+            live,
+            keys[:_MOST_KEYS],
+            readers=self._strategy.world_size,
+            timeout=self._config.lookup_timeout,
+        )
+
+    def _count(self, lookup: Lookup) -> None:
+        """Notes how a lookup ended."""
+        if lookup.state is State.ANSWERED:
+            self._stats.add("lookups")
+            self._stats.add("hit_tokens", lookup.hit_chunks * lookup.target.chunk_tokens)
+            if self._breaker.succeeded():
+                _log.warning("the KVDock server answers again")
+        elif lookup.state is State.TIMED_OUT:
+            self._stats.add("lookup_timeouts")
+            if self._breaker.failed():
+                _log.warning(
+                    "the KVDock server did not answer a lookup within %g s: requests are served "
+                    "without cache until it does (kvdock.lookup_timeout_ms)",
+                    self._config.lookup_timeout,
+                )
+        else:
+            self._stats.add("lookup_errors")
+            level = logging.WARNING if lookup.live.session.alive else logging.DEBUG
+            _log.log(level, "a lookup failed, so its request gets no cache: %s", lookup.error)
+
+    @staticmethod
+    def _forget_lookup(record: _Record) -> None:
+        if record.lookup is not None:
+            record.lookup.close()
+            record.lookup = None
+
+    def _keys(self, record: _Record, num_tokens: int, chunk_tokens: int) -> list[bytes]:
+        """Keys of the full chunks among a request's first ``num_tokens`` tokens that are cached."""
+        request = record.request
+        if record.chain is None or record.chain_chunk_tokens != chunk_tokens:
+            scope = self._scopes.scope(request, chunk_tokens)
+            record.limit = scope.limit
+            record.chain = KeyChain(chunk_tokens, scope.extras)
+            record.chain_chunk_tokens = chunk_tokens
+        if record.limit is not None:
+            num_tokens = min(num_tokens, record.limit)
+        if record.chain.num_tokens < num_tokens:
+            record.chain.extend(request.all_token_ids[record.chain.num_tokens : num_tokens])
+        return list(record.chain.keys[: num_tokens // chunk_tokens])
+
+    # -- loads ----------------------------------------------------------------------------------
+
+    def _load(self, record: _Record, lookup: Lookup | None, num_tokens: int) -> None:
+        """Plans the load of a hit. vLLM waits for it whatever happens, so there is always one."""
+        request_id = record.request.request_id
+        first_token = lookup.num_computed_tokens if lookup is not None else 0
+        end_token = first_token + num_tokens
+        first_block = first_token // self._block_tokens
+        end_block = -(-end_token // self._block_tokens)
+        block_ids = tuple(record.block_ids[first_block:end_block])
+        target: Target | None = None
+        first_chunk = end_chunk = skip_blocks = lease_id = 0
+        if lookup is not None and lookup.live is self._live():
+            chunk_tokens = lookup.target.chunk_tokens
+            first_chunk = first_token // chunk_tokens
+            end_chunk = -(-end_token // chunk_tokens)
+            skip_blocks = first_block - first_chunk * blocks_per_chunk(
+                chunk_tokens, self._shapes[0]
+            )
+            if end_chunk <= lookup.hit_chunks and len(block_ids) == end_block - first_block:
+                target, lease_id = lookup.target, lookup.lease_id
+                # What the engine has already, and what it did not take, needs no locks.
+                if first_chunk > 0:
+                    lookup.free(0, first_chunk)
+                if end_chunk < lookup.hit_chunks:
+                    lookup.free(end_chunk, lookup.hit_chunks)
+            else:
+                _log.error(
+                    "request %s: vLLM asks for tokens [%d, %d) in %d blocks, of a hit of %d "
+                    "chunks: they are computed instead",
+                    request_id,
+                    first_token,
+                    end_token,
+                    len(block_ids),
+                    lookup.hit_chunks,
+                )
+        self._loads[request_id] = _Load(
+            lookup, block_ids, first_token, num_tokens, good_blocks=len(block_ids)
+        )
+        self._new_loads.append(
+            LoadSpec(request_id, lease_id, first_chunk, end_chunk, skip_blocks, block_ids, target)
+        )
+
+    def _note_failed_blocks(self, failed: set[int]) -> None:
+        for load in self._loads.values():
+            for index, block_id in enumerate(load.block_ids[: load.good_blocks]):
+                if block_id in failed:
+                    load.good_blocks = index
+                    break
+
+    def _end_load(self, request_id: str) -> None:
+        """All workers are done with the load of a request."""
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return
+        if load.lookup is not None:
+            # The workers freed their own locks; this is for those that could not.
+            load.lookup.close()
+        failed = load.good_blocks < len(load.block_ids)
+        loaded = min(load.num_tokens, load.good_blocks * self._block_tokens)
+        self._stats.add("loaded_tokens", loaded)
+        self._stats.add("failed_loads", failed)
+        record = self._records.get(request_id)
+        if record is None:
+            return
+        if not record.admitted:
+            record.admitted = True
+            record.extra_tokens = loaded
+        if failed:
+            record.bypass = True
+            good_chunks = (load.first_token + loaded) // max(1, record.chain_chunk_tokens)
+            record.stored_chunks = min(record.stored_chunks, good_chunks)
+
+    # -- stores ---------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """What the workers have to know for this step."""
+        metadata = StepMetadata(
+            preempted=sorted(scheduler_output.preempted_req_ids or ()),
+            loads=self._new_loads,
+            stores=self._new_stores,
+            finished=self._new_finished,
+            has_forward=scheduler_output.total_num_scheduled_tokens > 0,
+        )
+        self._new_loads, self._new_stores, self._new_finished = [], [], []
+        try:
+            self._track_blocks(scheduler_output)
+            metadata.stores += self._plan_stores(scheduler_output)
+        except Exception:
+            # The loads have to reach the workers all the same: vLLM waits for them.
+            _log.exception("planning what to store failed")
+        return metadata
+
+    def _plan_stores(self, scheduler_output: SchedulerOutput) -> list[StoreSpec]:
+        """What becomes complete in this step."""
+        specs: list[StoreSpec] = []
+        live = self._live()
+        if live is None:
+            return specs
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            record = self._records.get(request_id)
+            if record is None:
+                continue
+            request = record.request
+            # The scheduler counts drafts as computed before they are accepted.
+            num_tokens = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+            spec = self._plan_store(record, num_tokens, live.prepared)
+            if spec is not None:
+                specs.append(spec)
+        return specs
+
+    def _track_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Follows which blocks each request has."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            record = self._records.get(request_id)
+            if record is not None:
+                # The workers end the stores that read these blocks before anybody writes there.
+                record.jobs.clear()
+                if request_id not in self._loads:
+                    record.block_ids = []
+        for new in scheduler_output.scheduled_new_reqs:
+            record = self._records.get(new.req_id)
+            if record is not None:
+                # Also a preempted request that is resumed, on some of vLLM's runners.
+                record.block_ids = list(new.block_ids[0])
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            record = self._records.get(request_id)
+            if record is None or block_ids is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                record.block_ids = list(block_ids[0])
+            else:
+                record.block_ids.extend(block_ids[0])
+
+    def _plan_store(self, record: _Record, num_tokens: int, target: Target) -> StoreSpec | None:
+        """Stores the chunks that are complete within a request's first ``num_tokens`` tokens."""
+        request = record.request
+        if not self._config.save_decode:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        if record.stored_epoch != target.epoch:
+            record.stored_epoch, record.stored_chunks = target.epoch, 0
+        first = record.stored_chunks
+        if num_tokens < (first + 1) * target.chunk_tokens or time.monotonic() < record.retry_at:
+            return None
+        keys = self._keys(record, num_tokens, target.chunk_tokens)
+        in_chunk = blocks_per_chunk(target.chunk_tokens, self._shapes[0])
+        end = min(len(keys), len(record.block_ids) // in_chunk)
+        if end <= first:
+            return None
+        record.stored_chunks = end
+        self._num_jobs += 1
+        job_id = self._num_jobs
+        record.jobs.add(job_id)
+        self._jobs[job_id] = _Job(request.request_id, self._strategy.world_size)
+        return StoreSpec(
+            job_id=job_id,
+            request_id=request.request_id,
+            first_chunk=first,
+            parent=keys[first - 1] if first else b"",
+            keys=tuple(keys[first:end]),
+            block_ids=tuple(record.block_ids[first * in_chunk : end * in_chunk]),
+            target=target,
+        )
+
+    def _note_store(self, job_id: int, outcome: StoreOutcome) -> None:
+        job = self._jobs.get(job_id)
+        if job is None:
+            return
+        job.workers -= outcome.workers
+        record = self._records.get(job.request_id)
+        if record is not None and outcome.refused_from is not None:
+            # Offered again, together with what follows it.
+            record.stored_chunks = min(record.stored_chunks, outcome.refused_from)
+            record.retry_at = time.monotonic() + _RETRY_SECONDS
+        if job.workers <= 0:
+            del self._jobs[job_id]
+            if record is not None:
+                record.jobs.discard(job_id)
+            if job_id in self._stale_jobs:
+                self._stale_jobs.discard(job_id)
+                if not self._stale_jobs:
+                    self._clears_wanted += 1
+                    self._link.renew(0)
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Takes what the workers finished."""
+        report = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(report, WorkerReport):
+            for job_id, outcome in report.stores.items():
+                self._note_store(job_id, outcome)
+        if output.invalid_block_ids:
+            self._note_failed_blocks(output.invalid_block_ids)
+        for request_id in output.finished_recving or ():
+            self._end_load(request_id)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks must stay until the workers report the request, and what its response
+        carries.
+        """
+        record = self._records.pop(request.request_id, None)
+        if record is None:
+            return False, None
+        self._forget_lookup(record)
+        answer = _extra_tokens_answer(request, record)
+        if request.request_id in self._loads:
+            # vLLM waits for the end of the load by itself.
+            return False, answer
+        live = self._live()
+        if live is not None and _ended_by_itself(request):
+            # The last chunk may have become known only with the last step's tokens. The last token
+            # itself was never computed.
+            num_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
+            spec = self._plan_store(record, num_tokens, live.prepared)
+            if spec is not None:
+                self._new_stores.append(spec)
+        if not record.jobs:
+            return False, answer
+        self._new_finished.append(request.request_id)
+        return True, answer
+
+    def reset_cache(self) -> bool:
+        """Drops everything that is stored for this model, on the server as well.
+
+        What was promised before is void. While stores of before are under way nothing is looked up,
+        and the namespace is cleared once more when they are done.
+        """
+        for record in self._records.values():
+            self._forget_lookup(record)
+            record.stored_chunks = 0
+        self._stale_jobs = set(self._jobs)
+        self._clears_wanted += 1
+        done = self._link.renew(_RESET_SECONDS if self._link.current else 0)
+        if not done:
+            _log.warning(
+                "KVDock's cache could not be reset now, since no server answers; it will be as "
+                "soon as one does"
+            )
+        return done
+
+    def take_stats(self) -> Stats | None:
+        """Counters since the last call."""
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        """Ends the session, and with it every lease."""
+        self._link.close()
+
+
+def _ended_by_itself(request: Request) -> bool:
+    """Not aborted: then the scheduler's count of computed tokens might be ahead of the truth."""
+    return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+def _extra_tokens_answer(request: Request, record: _Record) -> dict[str, Any] | None:
+    """The number of tokens that came from here, under the keys under which it was asked for."""
+    asked = request.kv_transfer_params
+    if not isinstance(asked, Mapping):
+        return None
+    return {key: record.extra_tokens for key in EXTRA_TOKENS_KEYS if key in asked} or None

@@ -1,0 +1,541 @@
+"""The half of the connector in a worker: moves bytes between the engine's blocks and the pool.
+
+Everything that may take time runs on background threads, loads apart from stores, so that a load
+never waits behind stores. The engine's thread only hands over work and collects what is finished.
+
+What can go wrong is always the same: the server is gone, slow, or lacks what was asked for. A load
+then ends with the blocks that were not filled, which vLLM computes instead. A store ends with the
+first chunk that was not stored. Both always end, because the engine waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvdock import Client, Session
+from kvdock.errors import DeadlineExceeded, KVDockError
+from kvdock.types import ChunkResult, ChunkStatus, Reservation, SessionRole, TransferMode
+from kvdock.v1 import cache_pb2
+from kvdock_vllm import affinity
+from kvdock_vllm.config import Config
+from kvdock_vllm.copier import Copier, CopyStoppedError
+from kvdock_vllm.layout import blocks_per_chunk, group_layout, group_shapes
+from kvdock_vllm.link import Breaker, Link, Live
+from kvdock_vllm.metadata import (
+    GroupPages,
+    LoadSpec,
+    StepMetadata,
+    StoreOutcome,
+    StoreSpec,
+    Target,
+    WorkerDescription,
+    WorkerReport,
+)
+from kvdock_vllm.metrics import Stats
+from kvdock_vllm.parallel import ParallelStrategy
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_log = logging.getLogger(__name__)
+
+_LOAD_THREADS = 2
+# One, so that a chunk is always offered after the one it extends.
+_STORE_THREADS = 1
+
+# The answer to each of these is the work of microseconds. Somebody waits for a load.
+_LOAD_RPC_SECONDS = 2.0
+_STORE_RPC_SECONDS = 5.0
+# The scheduler's half found the server, so this one's session is only a moment behind.
+_SESSION_SECONDS = 2.0
+# How long blocks that are given away may be read to the end, and how long it takes at most until a
+# copy that was told to stop has stopped.
+_FLUSH_SECONDS = 2.0
+_STOP_SECONDS = 5.0
+_SHUTDOWN_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class _StoreJob:
+    spec: StoreSpec
+    given_up: threading.Event = field(default_factory=threading.Event)
+    """Its blocks are not its own any more: what was copied must not become visible."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    future: Future[None] | None = None
+
+
+@dataclass(slots=True)
+class _Ended:
+    """What a background thread reports of one load or store."""
+
+    stats: Stats
+    load: LoadSpec | None = None
+    failed_blocks: frozenset[int] = frozenset()
+    store: _StoreJob | None = None
+    refused_from: int | None = None
+
+
+class WorkerHalf:
+    """Used by the worker's thread; its background threads are its own."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
+    ) -> None:
+        """Connects to nothing yet: see :meth:`register_kv_caches`.
+
+        Raises ValueError for what is not supported.
+        """
+        transfer: Any = vllm_config.kv_transfer_config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._engine_id = str(transfer.engine_id)
+        self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=True)
+        self._shapes = group_shapes(kv_cache_config)
+        self._copiers: list[Copier] = []
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        self._description: WorkerDescription | None = None
+        self._copies = _Copies()
+        self._link: Link[_Modes] = Link(
+            f"worker {self._strategy.worker_id}",
+            config.address,
+            self._open_session,
+            _prepare_session,
+            before_close=self._copies.wait,
+        )
+        self._breaker = Breaker()
+        self._load_threads = _threads("kvdock-load", _LOAD_THREADS)
+        self._store_threads = _threads("kvdock-store", _STORE_THREADS)
+        self._closing = threading.Event()
+        self._ended: SimpleQueue[_Ended] = SimpleQueue()
+        # Of the engine's thread:
+        self._unsubmitted: list[_StoreJob] = []
+        self._open_stores: dict[str, set[_StoreJob]] = defaultdict(set)
+        self._held: set[str] = set()
+        self._loaded: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._report = WorkerReport()
+        self._stats = Stats()
+
+    # -- start ----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Takes the tensors and begins to connect.
+
+        Raises UnsupportedLayoutError if they are not what the specs say, ValueError if they are not
+        in this process's memory.
+        """
+        devices = {tensor.device.type for tensor in kv_caches.values()}
+        if devices != {"cpu"}:
+            raise ValueError(f"KVDock does not support KV caches on {sorted(devices)} yet")
+        groups = self._kv_cache_config.kv_cache_groups
+        layouts = [
+            group_layout(group, kv_caches, self._kv_cache_config.num_blocks) for group in groups
+        ]
+        self._kv_caches = kv_caches
+        self._copiers = [Copier(layout) for layout in layouts]
+        self._description = WorkerDescription(
+            worker_id=self._strategy.worker_id,
+            groups=tuple(
+                GroupPages(layout.block_bytes, self._with_kernels(layout.pages))
+                for layout in layouts
+            ),
+        )
+        self._link.start()
+
+    @property
+    def description(self) -> WorkerDescription | None:
+        """For the scheduler's half. None before :meth:`register_kv_caches`."""
+        return self._description
+
+    def _with_kernels(self, pages: Sequence[str]) -> tuple[str, ...]:
+        """Adds who reads a layer's pages: kernels put different things into one shape."""
+        layers: Mapping[str, Any] = self._vllm_config.compilation_config.static_forward_context
+        return tuple(f"{page}:{_kernel(layers.get(page.split(':', 1)[0]))}" for page in pages)
+
+    def _open_session(self, client: Client, on_lost: Callable[[str], None]) -> Session:
+        return client.session(
+            self._engine_id,
+            role=SessionRole.WORKER,
+            worker_id=self._strategy.worker_id,
+            kv_worker_id=self._strategy.kv_worker_id,
+            on_lost=on_lost,
+        )
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def handle_preemptions(self, metadata: StepMetadata) -> None:
+        """Ends the stores that read blocks which are given away in this step.
+
+        They may finish if that takes no longer than a moment; else they are told to stop. A copy of
+        which it cannot be said that it ended before is never committed.
+        """
+        jobs = [job for name in metadata.preempted for job in self._open_stores.get(name, ())]
+        if _wait_all([job.ended for job in jobs], _FLUSH_SECONDS):
+            return
+        late = [job for job in jobs if not job.ended.is_set()]
+        for job in late:
+            self._give_up(job)
+        if not _wait_all([job.ended for job in late], _STOP_SECONDS):
+            _log.warning("a store of preempted requests goes on; what it copies is thrown away")
+
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Notes what there is to do, before anything of it is done or asked for."""
+        for spec in metadata.stores:
+            if self._strategy.stores:
+                job = _StoreJob(spec)
+                self._open_stores[spec.request_id].add(job)
+                self._unsubmitted.append(job)
+            else:
+                self._report.stores[spec.job_id] = StoreOutcome(workers=1, refused_from=None)
+        self._held.update(metadata.finished)
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        """Hands the step's loads to the background."""
+        for spec in metadata.loads:
+            self._load_threads.submit(self._guarded, _Ended(Stats(), load=spec), self._load)
+
+    def start_stores(self) -> None:
+        """Hands the stores noted so far to the background. Their blocks must have been computed."""
+        for job in self._unsubmitted:
+            job.future = self._store_threads.submit(
+                self._guarded, _Ended(Stats(), store=job), self._store
+            )
+        self._unsubmitted.clear()
+
+    def get_finished(self, metadata: StepMetadata | None) -> tuple[set[str], set[str]]:
+        """Requests whose stores are done (of those that vLLM holds), and whose loads are.
+
+        Each once. The blocks that a load could not fill are told by :meth:`take_failed_blocks`,
+        which vLLM asks after this, in the same step.
+        """
+        if metadata is not None and not metadata.has_forward:
+            # Some versions of vLLM do not call wait_for_save in a step without forward pass.
+            self.start_stores()
+        self._collect()
+        stored = {name for name in self._held if not self._open_stores.get(name)}
+        self._held -= stored
+        loaded, self._loaded = self._loaded, set()
+        return stored, loaded
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that were to be loaded and were not, since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> WorkerReport | None:
+        """What became of stores, since the last call."""
+        if not self._report.stores:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def take_stats(self) -> Stats | None:
+        """Counters since the last call."""
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        """Lets stores finish that take a moment, gives up the rest, and ends the session."""
+        self.start_stores()
+        jobs = [job for open_jobs in self._open_stores.values() for job in open_jobs]
+        if not _wait_all([job.ended for job in jobs], _SHUTDOWN_SECONDS):
+            _log.warning("not everything was stored before the engine ended")
+        self._closing.set()
+        for job in jobs:
+            self._give_up(job)
+        self._load_threads.shutdown(wait=False, cancel_futures=True)
+        self._store_threads.shutdown(wait=False, cancel_futures=True)
+        self._link.close()
+
+    def _collect(self) -> None:
+        """Takes over what the background threads have finished."""
+        while True:
+            try:
+                ended = self._ended.get_nowait()
+            except Empty:
+                return
+            self._stats.aggregate(ended.stats)
+            if ended.load is not None:
+                self._loaded.add(ended.load.request_id)
+                self._failed_blocks |= ended.failed_blocks
+            if ended.store is not None:
+                spec = ended.store.spec
+                self._report.stores[spec.job_id] = StoreOutcome(1, ended.refused_from)
+                open_jobs = self._open_stores[spec.request_id]
+                open_jobs.discard(ended.store)
+                if not open_jobs:
+                    del self._open_stores[spec.request_id]
+
+    def _give_up(self, job: _StoreJob) -> None:
+        job.given_up.set()
+        if job.future is not None and job.future.cancel():
+            # It had not begun, so that no thread will report it.
+            self._end(_Ended(Stats(), store=job, refused_from=job.spec.first_chunk))
+
+    def _end(self, ended: _Ended) -> None:
+        self._ended.put(ended)
+        if ended.store is not None:
+            ended.store.ended.set()
+
+    # -- background -----------------------------------------------------------------------------
+
+    def _guarded(self, ended: _Ended, work: Callable[[_Ended], None]) -> None:
+        """Runs ``work``, which fills in ``ended``, and reports it whatever happens."""
+        if ended.load is not None:
+            ended.failed_blocks = frozenset(ended.load.block_ids)
+            verb, name = "load", ended.load.request_id
+        else:
+            assert ended.store is not None
+            ended.refused_from = ended.store.spec.first_chunk
+            verb, name = "store", ended.store.spec.request_id
+        try:
+            work(ended)
+            self._breaker.succeeded()
+        except CopyStoppedError:
+            _log.debug("request %s: %s was given up", name, verb)
+        except KVDockError as error:
+            if isinstance(error, DeadlineExceeded) and self._breaker.failed():
+                _log.warning("the KVDock server is slow: %s", error.message)
+            _log.info("request %s: could not %s: %s", name, verb, error.message)
+        except Exception:
+            _log.exception("request %s: could not %s", name, verb)
+        finally:
+            self._end(ended)
+
+    def _live(self, target: Target | None) -> Live[_Modes]:
+        """The session for ``target``. Raises CopyStoppedError if there is none in time."""
+        if target is None or self._breaker.is_open or self._closing.is_set():
+            raise CopyStoppedError
+        live = self._link.wait(target.epoch, _SESSION_SECONDS)
+        if live is None:
+            raise CopyStoppedError
+        live.prepared.use(live.session, target.namespace)
+        return live
+
+    def _load(self, ended: _Ended) -> None:
+        spec = ended.load
+        assert spec is not None
+        began = time.monotonic()
+        live = self._live(spec.target)
+        assert spec.target is not None
+        session = live.session
+        found = session.retrieve(
+            spec.lease_id,
+            spec.first_chunk,
+            spec.end_chunk,
+            kv_worker_id=self._strategy.kv_worker_id,
+            reader=self._strategy.worker_id,
+            timeout=_LOAD_RPC_SECONDS,
+        )
+        in_chunk = blocks_per_chunk(spec.target.chunk_tokens, self._shapes[0])
+        parts = list(_split_blocks(spec, in_chunk))
+        filled = self._scatter(session, found, parts)
+        # Only a lock that was still held after the copy proves that the bytes were the chunk's.
+        locks = [
+            cache_pb2.LockRange(lease_id=spec.lease_id, first_chunk=chunk, end_chunk=chunk + 1)
+            for chunk in range(spec.first_chunk, spec.end_chunk)
+        ]
+        released = _answer(
+            session.submit(cache_pb2.FreeLocksRequest(locks=locks)), "FreeLocks", _LOAD_RPC_SECONDS
+        ).released
+        good = [ok and held > 0 for ok, held in zip(filled, released, strict=True)]
+        ended.failed_blocks = frozenset(
+            block for (_, ids), ok in zip(parts, good, strict=True) if not ok for block in ids
+        )
+        if ended.failed_blocks:
+            _log.info(
+                "request %s: %d of %d chunks could not be loaded",
+                spec.request_id,
+                good.count(False),
+                len(good),
+            )
+        num_blocks = len(spec.block_ids) - len(ended.failed_blocks)
+        ended.stats.add("loaded_chunks", good.count(True))
+        ended.stats.add("loaded_bytes", num_blocks * self._copiers[0].block_bytes)
+        ended.stats.add("load_seconds", time.monotonic() - began)
+
+    def _scatter(
+        self,
+        session: Session,
+        found: Sequence[ChunkResult],
+        parts: Sequence[tuple[int, tuple[int, ...]]],
+    ) -> list[bool]:
+        """Fills blocks from chunks; for each chunk whether it was there."""
+        copier = self._copiers[0]
+        filled = []
+        for result, (skip, block_ids) in zip(found, parts, strict=True):
+            ok = result.status is ChunkStatus.RETRIEVED and result.location is not None
+            if ok:
+                assert result.location is not None
+                with self._copies.running(session):
+                    host = session.pool.array(result.location)
+                    begin = skip * copier.block_bytes
+                    end = begin + len(block_ids) * copier.block_bytes
+                    copier.scatter(host[begin:end], block_ids, lambda: self._must_stop(session))
+            filled.append(ok)
+        return filled
+
+    def _store(self, ended: _Ended) -> None:
+        job = ended.store
+        assert job is not None
+        spec = job.spec
+        began = time.monotonic()
+        if job.given_up.is_set():
+            raise CopyStoppedError
+        session = self._live(spec.target).session
+        reservation = session.reserve(
+            spec.target.namespace, spec.keys, parent=spec.parent, timeout=_STORE_RPC_SECONDS
+        )
+        statuses = [chunk.status for chunk in reservation.chunks]
+        wanted = [i for i, status in enumerate(statuses) if status is ChunkStatus.RESERVED]
+        if wanted:
+            try:
+                self._gather(session, job, reservation, wanted)
+            except BaseException:
+                session.submit(cache_pb2.AbortRequest(reservation_id=reservation.id))
+                raise
+            sealed = session.commit(reservation, wanted, timeout=_STORE_RPC_SECONDS)
+            for index, status in zip(wanted, sealed, strict=True):
+                statuses[index] = status
+        ended.refused_from = _refused_from(spec, statuses)
+        stored = statuses.count(ChunkStatus.STORED)
+        existing = statuses.count(ChunkStatus.EXISTS)
+        in_chunk = len(spec.block_ids) // len(spec.keys)
+        ended.stats.add("stored_chunks", stored)
+        ended.stats.add("stored_bytes", stored * in_chunk * self._copiers[0].block_bytes)
+        ended.stats.add("store_seconds", time.monotonic() - began if stored else 0)
+        ended.stats.add("existing_chunks", existing)
+        ended.stats.add("refused_chunks", len(statuses) - stored - existing)
+
+    def _gather(
+        self, session: Session, job: _StoreJob, reservation: Reservation, wanted: Sequence[int]
+    ) -> None:
+        """Copies the blocks of chunks into the memory reserved for them.
+
+        Raises CopyStoppedError if the blocks were, or might have been, given away meanwhile.
+        """
+        in_chunk = len(job.spec.block_ids) // len(job.spec.keys)
+        for index in wanted:
+            location = reservation.chunks[index].location
+            if location is None:
+                raise ValueError(f"the server reserved chunk {index} and did not say where")
+            block_ids = job.spec.block_ids[index * in_chunk : (index + 1) * in_chunk]
+            with self._copies.running(session):
+                self._copiers[0].gather(
+                    block_ids,
+                    session.pool.array(location),
+                    lambda: job.given_up.is_set() or self._must_stop(session),
+                )
+        if job.given_up.is_set():
+            raise CopyStoppedError
+
+    def _must_stop(self, session: Session) -> bool:
+        return self._closing.is_set() or not session.alive
+
+
+class _Modes:
+    """Tells the server, once a session and namespace, that this worker copies by itself."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._namespace = ""
+
+    def use(self, session: Session, namespace: str) -> None:
+        with self._lock:
+            if self._namespace != namespace:
+                session.register_memory(
+                    namespace, mode=TransferMode.SHARED, timeout=_LOAD_RPC_SECONDS
+                )
+                self._namespace = namespace
+
+
+class _Copies:
+    """Counts the copies that use a session's memory, so that it is not let go under them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running: dict[Session, int] = {}
+
+    @contextmanager
+    def running(self, session: Session) -> Iterator[None]:
+        with self._changed:
+            self._running[session] = self._running.get(session, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running[session] -= 1
+                if not self._running[session]:
+                    del self._running[session]
+                    self._changed.notify_all()
+
+    def wait(self, session: Session) -> None:
+        """Waits for the copies of a session that is over; they end with their next piece."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: session not in self._running, _STOP_SECONDS):
+                _log.error("a copy goes on after the end of its session")
+
+
+def _prepare_session(client: Client, session: Session) -> _Modes:
+    # Copies then run at the speed of memory from the first on.
+    session.pool.prefault()
+    return _Modes()
+
+
+def _threads(name: str, count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=affinity.restore)
+
+
+def _kernel(layer: Any) -> str:
+    """Which kernels, and on a CPU which instructions of it, use a layer's pages."""
+    backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else "?"
+    return f"{backend},{getattr(layer, 'isa', '')}"
+
+
+def _split_blocks(spec: LoadSpec, in_chunk: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """For each chunk of a load: how many of its blocks to skip, and the blocks to fill."""
+    taken, skip = 0, spec.skip_blocks
+    for _ in range(spec.first_chunk, spec.end_chunk):
+        block_ids = spec.block_ids[taken : taken + in_chunk - skip]
+        yield skip, block_ids
+        taken += len(block_ids)
+        skip = 0
+
+
+def _refused_from(spec: StoreSpec, statuses: Sequence[ChunkStatus]) -> int | None:
+    """First chunk of the prompt that must be offered again; None if all are there."""
+    there = (ChunkStatus.STORED, ChunkStatus.EXISTS)
+    for index, status in enumerate(statuses):
+        if status not in there:
+            # A parent that was there is gone, and who knows what before it.
+            lost_parent = index == 0 and status is ChunkStatus.PARENT_MISSING
+            return 0 if lost_parent else spec.first_chunk + index
+    return None
+
+
+def _answer(future: Future[T], verb: str, seconds: float) -> T:
+    """The answer of a request that was submitted. Raises DeadlineExceeded if it does not come."""
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if not future.cancel():
+            return future.result()
+        raise DeadlineExceeded(f"the server did not answer {verb} within {seconds:g} s") from None
+
+
+def _wait_all(events: Sequence[threading.Event], seconds: float) -> bool:
+    """Whether all were set within the time."""
+    deadline = time.monotonic() + seconds
+    return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
