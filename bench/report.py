@@ -1,0 +1,50 @@
+"""What a benchmark measured, beside the machine's own ceiling and the promise, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure. Texts carry their units."""
+
+    what: str
+    measured: str
+    ceiling: str = ""
+    """What the machine itself does, measured in turns with it in the same run."""
+    ratio: str = ""
+    bound: str = ""
+    holds: bool = True
+    """Whether the bound is kept; a row without one always holds."""
+
+
+def print_report(title: str, rows: Sequence[Row]) -> int:
+    """Print the table; exit status 0 if every bound holds, else 1."""
+    table = Table(title=title)
+    table.add_column("what")
+    for heading in ("measured", "machine's own", "ratio"):
+        table.add_column(heading, justify="right")
+    table.add_column("bound")
+    table.add_column("")
+    for row in rows:
+        mark = "" if not row.bound else "[green]ok[/]" if row.holds else "[bold red]MISSED[/]"
+        table.add_row(row.what, row.measured, row.ceiling, row.ratio, row.bound, mark)
+    # Not wrapped where the output is a file: lines are to be searched then.
+    console = Console()
+    console.print(table, crop=False) if console.is_terminal else Console(width=160).print(table)
+    return 0 if all(row.holds for row in rows) else 1
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many per cent of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
