@@ -14,6 +14,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -232,10 +233,9 @@ def test_a_chain_can_be_continued_from_any_of_its_keys(
         return
     start = cut * chunk_tokens
     moved = [
-        type(extra)(first, extra.offset - start, extra.length)  # type: ignore[arg-type]
+        replace(extra, offset=extra.offset - start)
         for extra in extras
         if isinstance(extra, MultiModalItem | PromptEmbeds)
-        for first in [extra.identifier if isinstance(extra, MultiModalItem) else extra.digest]
     ]
     rest = chunk_keys(token_ids[start:], chunk_tokens, parent=whole[cut - 1], extras=moved)
     assert rest == whole[cut:]
@@ -291,7 +291,8 @@ def test_kinds_never_encode_alike() -> None:
 
 
 def test_order_and_repetition_of_extras_do_not_matter() -> None:
-    extras = [LoRA("a"), CacheSalt("b"), MultiModalItem("c", 1, 2), MultiModalItem("d", 1, 2)]
+    extras: list[Extra] = [LoRA("a"), CacheSalt("b")]
+    extras += [MultiModalItem("c", 1, 2), MultiModalItem("d", 1, 2)]
     expected = chunk_keys(range(8), 4, extras=extras)
     assert chunk_keys(range(8), 4, extras=[*reversed(extras), *extras]) == expected
 
