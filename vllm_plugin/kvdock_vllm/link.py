@@ -74,11 +74,13 @@ class Link(Generic[Prepared]):
         self._renewals = 0
         self._closing = False
         self._attempt_now = threading.Event()
+        self._attempted = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvdock-{name}", daemon=True)
 
-    def start(self) -> None:
-        """Begins to connect. Returns at once."""
+    def start(self, seconds: float = 0.0) -> None:
+        """Begins to connect, and waits so long for the first attempt to succeed or fail."""
         self._thread.start()
+        self._attempted.wait(seconds)
 
     @property
     def current(self) -> Live[Prepared] | None:
@@ -135,6 +137,7 @@ class Link(Generic[Prepared]):
                 live = self._connect()
             except KVDockError as error:
                 outage.noticed(error)
+                self._attempted.set()
                 if self._autostart is not None and type(error) is Unavailable:
                     self._autostart.start()
                 self._attempt_now.wait(delay)
@@ -142,6 +145,7 @@ class Link(Generic[Prepared]):
                 continue
             except ValueError as error:
                 _log.error("KVDock is not used by this engine (%s): %s", self._name, error)
+                self._attempted.set()
                 return
             delay = _FIRST_DELAY
             if renewals == self._renewals:
@@ -171,6 +175,7 @@ class Link(Generic[Prepared]):
             if self._closing or renewals != self._renewals:
                 return
             self._current = live
+            self._attempted.set()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._current is not live or not live.session.alive)
             self._current = None

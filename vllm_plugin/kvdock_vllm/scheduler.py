@@ -69,6 +69,8 @@ _MOST_KEYS = 16_384
 # What was refused (no memory, a parent that went) is not offered again sooner.
 _RETRY_SECONDS = 1.0
 
+# How long the engine's start and a reset may wait for the server.
+_START_SECONDS = 3.0
 _RESET_SECONDS = 5.0
 
 
@@ -169,12 +171,16 @@ class SchedulerHalf:
     # -- connection -----------------------------------------------------------------------------
 
     def describe_workers(self, descriptions: Iterable[WorkerDescription]) -> None:
-        """Takes the workers' descriptions, all at once, and begins to connect."""
+        """Takes the workers' descriptions, all at once, and connects.
+
+        Waits a moment for that, so that the first request finds the cache if there is one. Raises
+        ValueError if a worker is missing.
+        """
         self._workers = {description.worker_id: description for description in descriptions}
         missing = set(range(self._strategy.world_size)) - self._workers.keys()
         if missing:
             raise ValueError(f"workers {sorted(missing)} did not describe their KV cache")
-        self._link.start()
+        self._link.start(_START_SECONDS)
 
     def _open_session(self, client: Client, on_lost: Any) -> Session:
         return client.session(self._engine_id, role=SessionRole.SCHEDULER, on_lost=on_lost)

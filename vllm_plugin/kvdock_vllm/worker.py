@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvdock import Client, Session
 from kvdock.errors import DeadlineExceeded, KVDockError
-from kvdock.types import ChunkResult, ChunkStatus, Reservation, SessionRole, TransferMode
+from kvdock.types import ChunkResult, ChunkStatus, Reservation, SessionRole
 from kvdock.v1 import cache_pb2
 from kvdock_vllm import affinity
 from kvdock_vllm.config import Config
 from kvdock_vllm.copier import Copier, CopyStoppedError
 from kvdock_vllm.layout import blocks_per_chunk, group_layout, group_shapes
-from kvdock_vllm.link import Breaker, Link, Live
+from kvdock_vllm.link import Breaker, Link
 from kvdock_vllm.metadata import (
     GroupPages,
     LoadSpec,
@@ -108,7 +108,7 @@ class WorkerHalf:
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._description: WorkerDescription | None = None
         self._copies = _Copies()
-        self._link: Link[_Modes] = Link(
+        self._link: Link[None] = Link(
             f"worker {self._strategy.worker_id}",
             config.address,
             self._open_session,
@@ -314,23 +314,21 @@ class WorkerHalf:
         finally:
             self._end(ended)
 
-    def _live(self, target: Target | None) -> Live[_Modes]:
+    def _session(self, target: Target | None) -> Session:
         """The session for ``target``. Raises CopyStoppedError if there is none in time."""
         if target is None or self._breaker.is_open or self._closing.is_set():
             raise CopyStoppedError
         live = self._link.wait(target.epoch, _SESSION_SECONDS)
         if live is None:
             raise CopyStoppedError
-        live.prepared.use(live.session, target.namespace)
-        return live
+        return live.session
 
     def _load(self, ended: _Ended) -> None:
         spec = ended.load
         assert spec is not None
         began = time.monotonic()
-        live = self._live(spec.target)
+        session = self._session(spec.target)
         assert spec.target is not None
-        session = live.session
         found = session.retrieve(
             spec.lease_id,
             spec.first_chunk,
@@ -394,7 +392,7 @@ class WorkerHalf:
         began = time.monotonic()
         if job.given_up.is_set():
             raise CopyStoppedError
-        session = self._live(spec.target).session
+        session = self._session(spec.target)
         reservation = session.reserve(
             spec.target.namespace, spec.keys, parent=spec.parent, timeout=_STORE_RPC_SECONDS
         )
@@ -445,22 +443,6 @@ class WorkerHalf:
         return self._closing.is_set() or not session.alive
 
 
-class _Modes:
-    """Tells the server, once a session and namespace, that this worker copies by itself."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._namespace = ""
-
-    def use(self, session: Session, namespace: str) -> None:
-        with self._lock:
-            if self._namespace != namespace:
-                session.register_memory(
-                    namespace, mode=TransferMode.SHARED, timeout=_LOAD_RPC_SECONDS
-                )
-                self._namespace = namespace
-
-
 class _Copies:
     """Counts the copies that use a session's memory, so that it is not let go under them."""
 
@@ -488,10 +470,9 @@ class _Copies:
                 _log.error("a copy goes on after the end of its session")
 
 
-def _prepare_session(client: Client, session: Session) -> _Modes:
+def _prepare_session(client: Client, session: Session) -> None:
     # Copies then run at the speed of memory from the first on.
     session.pool.prefault()
-    return _Modes()
 
 
 def _threads(name: str, count: int) -> ThreadPoolExecutor:
