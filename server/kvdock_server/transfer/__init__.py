@@ -1,0 +1,31 @@
+"""Bytes between the pool and workers' device memory.
+
+``layout`` and ``plan`` are pure: what a worker describes, and which copies move its blocks.
+``driver``, ``staging`` and ``pinning`` are the CUDA there is; ``cuda`` carries pieces out, ``lane``
+is a thread of such work, ``device`` a GPU, and ``gpu`` the asyncio face of it all. Importing this
+package loads no CUDA library: the first registration does.
+"""
+
+from kvdock_server.transfer.device import DeviceStats
+from kvdock_server.transfer.gpu import DeviceMemoryError, GpuStats, GpuTransfers, Registration
+from kvdock_server.transfer.lane import TransferCancelledError, TransferFailedError
+from kvdock_server.transfer.layout import (
+    BlockRegion,
+    DeviceAllocation,
+    GroupLayout,
+    LayoutError,
+)
+
+__all__ = [
+    "BlockRegion",
+    "DeviceAllocation",
+    "DeviceMemoryError",
+    "DeviceStats",
+    "GpuStats",
+    "GpuTransfers",
+    "GroupLayout",
+    "LayoutError",
+    "Registration",
+    "TransferCancelledError",
+    "TransferFailedError",
+]

@@ -76,6 +76,9 @@ STAGED_PIECE_BYTES = 128 << 20
 """Bytes of one staged piece. Two processes share an SM by time slices, so few large kernels cost an
 engine less than many small ones: 1.12 against 1.38 with 32 MiB."""
 
+MAX_STAGED_BLOCKS = 1 << 16
+"""Block ids in one staged piece."""
+
 MAX_PITCH = (1 << 31) - 1
 """CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far: rows further apart are no rectangle."""
 
@@ -99,7 +102,8 @@ class Segments:
     def total_bytes(self) -> int:
         return int(self.nbytes.sum())
 
-    def _take(self, index: slice | npt.NDArray[np.bool_]) -> Segments:
+    def take(self, index: slice | npt.NDArray[np.bool_]) -> Segments:
+        """Some of them."""
         return Segments(self.device[index], self.host[index], self.nbytes[index])
 
 
@@ -121,7 +125,8 @@ class Rectangles:
     def total_bytes(self) -> int:
         return int((self.width * self.height).sum())
 
-    def _take(self, index: slice | npt.NDArray[np.bool_]) -> Rectangles:
+    def take(self, index: slice | npt.NDArray[np.bool_]) -> Rectangles:
+        """Some of them."""
         return Rectangles(
             self.device[index],
             self.host[index],
@@ -197,7 +202,6 @@ class Planner:
         layout: GroupLayout,
         bases: Sequence[int],
         *,
-        can_stage: bool,
         borders: HostBorders | None = None,
     ) -> None:
         """``bases`` are the addresses at which the layout's allocations are mapped here."""
@@ -219,25 +223,22 @@ class Planner:
             self.block_bytes <= MAX_PITCH
         )
         self._run_us = len(self.regions.device) * COPY_PRICES.rectangle_us
-        self._can_stage = (
-            can_stage and not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
-        )
+        self._fits_staging = not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
 
     @property
     def may_stage(self) -> bool:
-        """True if some block ids of this layout are staged: a single block is not worth a copy."""
-        return self._can_stage and bool(
-            _efficiency(np.array(self.block_bytes), np.array(self._block_us))
-            < COPY_PRICES.stage_below
-        )
+        """True if some block ids are better staged: one block is too dear for copy engines."""
+        efficiency = _efficiency(np.array(self.block_bytes), np.array(self._block_us))
+        return self._fits_staging and bool(efficiency < COPY_PRICES.stage_below)
 
     def plan(
-        self, block_ids: Sequence[int] | npt.NDArray[np.integer], hosts: U64
+        self, block_ids: Sequence[int] | npt.NDArray[np.integer], hosts: U64, *, stage: bool
     ) -> Iterator[Piece]:
         """The pieces that move blocks ``block_ids``, block ``i`` to or from address ``hosts[i]``.
 
         Planning is lazy and takes about as long as a piece needs to be copied, at most. Every block
-        id must be below the layout's number of blocks.
+        id must be below the layout's number of blocks. With ``stage`` false there are no scattered
+        blocks.
         """
         ids = np.asarray(block_ids, dtype=np.int64)
         # Consecutive both here and there: only such blocks share an operation.
@@ -255,7 +256,7 @@ class Planner:
             by_rows = self._run_us < lengths * self._block_us
         cost = np.where(by_rows, self._run_us, lengths * self._block_us)
         staged = np.full(len(starts), False)
-        if self._can_stage:
+        if stage and self._fits_staging:
             staged = _efficiency(lengths * self.block_bytes, cost) < COPY_PRICES.stage_below
             if lengths[staged].sum() * self.block_bytes < COPY_PRICES.stage_from_bytes:
                 staged[:] = False
@@ -340,7 +341,7 @@ class Planner:
                 )
 
     def _staged_pieces(self, ids: I64, hosts: U64) -> Iterator[Piece]:
-        blocks = min(STAGED_PIECE_BYTES // self.block_bytes, _WINDOW_OPERATIONS)
+        blocks = min(STAGED_PIECE_BYTES // self.block_bytes, MAX_STAGED_BLOCKS)
         size = np.uint64(self.block_bytes)
         for start in range(0, len(ids), blocks):
             host = hosts[start : start + blocks]
@@ -354,7 +355,7 @@ class Planner:
     def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
         segments = self._within_borders(_split(segments, _MAX_OPERATION_BYTES))
         for part in _cut(segments.nbytes, COPY_PRICES.segment_us):
-            yield segments._take(part)
+            yield segments.take(part)
 
     def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[Piece]:
         if self._borders is not None:
@@ -362,10 +363,10 @@ class Planner:
             crossing = self._crosses(rectangles.host, span)
             if crossing.any():
                 # Those of blocks that lie on a border: once in a registered piece of the pool.
-                yield from self._segment_pieces(rectangles._take(crossing)._rows())
-                rectangles = rectangles._take(~crossing)
+                yield from self._segment_pieces(rectangles.take(crossing)._rows())
+                rectangles = rectangles.take(~crossing)
         for part in _cut(rectangles.width * rectangles.height, COPY_PRICES.rectangle_us):
-            yield rectangles._take(part)
+            yield rectangles.take(part)
 
     def _crosses(self, host: U64, span: U64 | np.uint64) -> npt.NDArray[np.bool_]:
         assert self._borders is not None
@@ -381,7 +382,7 @@ class Planner:
             piece = np.uint64(self._borders.piece_bytes)
             start = segments.host - np.uint64(self._borders.address)
             head = np.where(crossing, piece - start % piece, segments.nbytes)
-            tail = segments._take(crossing)
+            tail = segments.take(crossing)
             cut = head[crossing]
             segments = Segments(
                 np.concatenate([segments.device, tail.device + cut]),

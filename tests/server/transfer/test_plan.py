@@ -160,7 +160,7 @@ def check_plan(
     slots: Ids,
     skip: int,
     *,
-    can_stage: bool,
+    stage: bool,
     piece_bytes: int | None,
     store: bool,
     tiny_limits: bool,
@@ -193,11 +193,11 @@ def check_plan(
             prices = planning.COPY_PRICES._replace(stage_from_bytes=64)
             patch.setattr(planning, "COPY_PRICES", prices)
         borders = HostBorders(HOST_BASE, piece_bytes) if piece_bytes else None
-        planner = Planner(layout, memory.bases, can_stage=can_stage, borders=borders)
+        planner = Planner(layout, memory.bases, borders=borders)
         hosts = block_hosts(HOST_BASE + slots, layout, skip)
         moved = 0
-        for piece in planner.plan(ids, hosts):
-            assert can_stage or not isinstance(piece, ScatteredBlocks)
+        for piece in planner.plan(ids, hosts, stage=stage):
+            assert stage or not isinstance(piece, ScatteredBlocks)
             assert piece.total_bytes > 0
             moved += carry_out(piece, planner, memory, store=store, borders=borders)
 
@@ -233,7 +233,7 @@ def test_any_plan_moves_exactly_the_blocks_named(data: st.DataObject) -> None:
         block_ids(data.draw(st.sampled_from(KINDS)), blocks, chunks * chunk - skip, rng),
         slots,
         skip,
-        can_stage=data.draw(st.booleans()),
+        stage=data.draw(st.booleans()),
         piece_bytes=data.draw(st.sampled_from([None, 64, 333, 4096])),
         store=data.draw(st.booleans()),
         tiny_limits=data.draw(st.booleans()),
@@ -244,7 +244,7 @@ def test_any_plan_moves_exactly_the_blocks_named(data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_in_every_order(name: str, kind: str) -> None:
     """Large enough that all kinds of copies occur, whatever the random choice above does."""
-    for page, can_stage, piece_bytes, store, tiny_limits in itertools.product(
+    for page, stage, piece_bytes, store, tiny_limits in itertools.product(
         (16, 96), (False, True), (None, 5000), (False, True), (False, True)
     ):
         case = kv_layouts.CASES[name](13, 40, page, 4, 3)
@@ -256,18 +256,18 @@ def test_every_layout_in_every_order(name: str, kind: str) -> None:
             ids,
             slots,
             3,
-            can_stage=can_stage,
+            stage=stage,
             piece_bytes=piece_bytes,
             store=store,
             tiny_limits=tiny_limits,
         )
 
 
-def kinds(layout: GroupLayout, ids: list[int], *, can_stage: bool = True) -> set[type[Piece]]:
+def kinds(layout: GroupLayout, ids: list[int], *, stage: bool = True) -> set[type[Piece]]:
     bases = [DEVICE_BASE + (i << 36) for i in range(64)]
-    planner = Planner(layout, bases, can_stage=can_stage)
+    planner = Planner(layout, bases)
     slots = HOST_BASE + np.arange(len(ids) // layout.blocks_per_chunk) * layout.chunk_bytes
-    return {type(piece) for piece in planner.plan(ids, block_hosts(slots, layout))}
+    return {type(piece) for piece in planner.plan(ids, block_hosts(slots, layout), stage=stage)}
 
 
 LLAMA_PAGE = 64 << 10
@@ -300,12 +300,12 @@ def test_a_block_major_cache_is_one_segment_a_block() -> None:
         16,
         tuple(BlockRegion(0, i * LLAMA_PAGE, 32 * LLAMA_PAGE, LLAMA_PAGE) for i in range(32)),
     )
-    planner = Planner(layout, [DEVICE_BASE], can_stage=True)
+    planner = Planner(layout, [DEVICE_BASE])
     slots = HOST_BASE + np.arange(2) * layout.chunk_bytes
-    pieces = list(planner.plan(list(range(64, 32, -1)), block_hosts(slots, layout)))
+    pieces = list(planner.plan(list(range(64, 32, -1)), block_hosts(slots, layout), stage=True))
     assert {type(piece) for piece in pieces} == {Segments}
     assert sum(len(piece) for piece in pieces if isinstance(piece, Segments)) == 32
-    consecutive = list(planner.plan(list(range(32)), block_hosts(slots, layout)))
+    consecutive = list(planner.plan(list(range(32)), block_hosts(slots, layout), stage=True))
     assert sum(len(piece) for piece in consecutive if isinstance(piece, Segments)) == 2
 
 
@@ -319,7 +319,7 @@ def test_consecutive_ids_of_layers_apart_are_rectangles() -> None:
 
 def test_random_ids_of_layers_apart_are_staged_or_segments() -> None:
     assert kinds(llama(apart=True), RANDOM) == {ScatteredBlocks}
-    assert kinds(llama(apart=True), RANDOM, can_stage=False) == {Segments}
+    assert kinds(llama(apart=True), RANDOM, stage=False) == {Segments}
 
 
 def test_little_work_is_never_staged() -> None:
@@ -336,25 +336,25 @@ def test_layers_further_apart_than_a_pitch_may_be_are_no_rectangle() -> None:
     layout = GroupLayout(
         BLOCKS, 16, tuple(BlockRegion(0, i * far, LLAMA_PAGE, LLAMA_PAGE) for i in range(32))
     )
-    assert kinds(layout, RANDOM[:32], can_stage=False) == {Segments}
+    assert kinds(layout, RANDOM[:32], stage=False) == {Segments}
 
 
 def test_only_blocks_on_a_border_lose_their_rectangles() -> None:
     layout = llama(apart=True)
     bases = [DEVICE_BASE + (i << 36) for i in range(32)]
     borders = HostBorders(HOST_BASE - (1 << 20), 256 << 20)
-    planner = Planner(layout, bases, can_stage=False, borders=borders)
+    planner = Planner(layout, bases, borders=borders)
     slots = HOST_BASE + np.arange(16) * layout.chunk_bytes
-    pieces = list(planner.plan(list(range(256)), block_hosts(slots, layout)))
+    pieces = list(planner.plan(list(range(256)), block_hosts(slots, layout), stage=False))
     segments = sum(piece.total_bytes for piece in pieces if isinstance(piece, Segments))
     assert segments == 2 * layout.block_bytes  # 512 MiB from 1 MiB off a border on: two blocks
 
 
 def test_pieces_are_bounded_in_time_and_bytes() -> None:
     layout = llama(apart=False)
-    planner = Planner(layout, [DEVICE_BASE], can_stage=True)
+    planner = Planner(layout, [DEVICE_BASE])
     slots = HOST_BASE + np.arange(32) * layout.chunk_bytes
-    for piece in planner.plan(RANDOM, block_hosts(slots, layout)):
+    for piece in planner.plan(RANDOM, block_hosts(slots, layout), stage=True):
         assert piece.total_bytes <= 40 << 20
 
 

@@ -1,0 +1,162 @@
+"""Carries pieces out on a GPU: one direction of one device, on the thread of its lane."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from itertools import cycle
+
+import numpy as np
+
+from kvdock_server.transfer.driver import (
+    CudaError,
+    Driver,
+    rectangle_to_device,
+    rectangle_to_host,
+)
+from kvdock_server.transfer.pinning import PinnedPool
+from kvdock_server.transfer.plan import Piece, Rectangles, ScatteredBlocks, Segments
+from kvdock_server.transfer.staging import RegionTable, StagingBuffers
+
+logger = logging.getLogger(__name__)
+
+_EVENTS = 4
+
+
+class Direction(enum.Enum):
+    """Which way bytes go."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+class DeviceMover:
+    """Queues copies on a stream of its own. All methods run on one thread."""
+
+    def __init__(
+        self, driver: Driver, context: int, direction: Direction, pool: PinnedPool
+    ) -> None:
+        self._driver = driver
+        self._context = context
+        self._store = direction is Direction.STORE
+        self._pool = pool
+        self._streams: list[int] = []
+        self._events: list[int] = []
+        self._staging: StagingBuffers | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory that staging holds now. Any thread."""
+        staging = self._staging
+        return staging.nbytes if staging is not None else 0
+
+    def open(self) -> None:
+        self._driver.set_current(self._context)
+        self._streams = [self._driver.create_stream() for _ in range(2)]
+        self._events = [self._driver.create_event() for _ in range(_EVENTS)]
+        self._next_event = cycle(self._events)
+
+    def start(self, piece: Piece, table: RegionTable | None) -> int:
+        """Queue a piece. ``table`` is the group's, if its planner may stage."""
+        copies, kernels = self._streams
+        last = copies
+        if isinstance(piece, Segments):
+            self._copy_segments(piece, copies)
+        elif isinstance(piece, Rectangles):
+            self._copy_rectangles(piece, copies)
+        else:
+            assert table is not None
+            last = self._copy_staged(piece, table, copies, kernels)
+        event = next(self._next_event)
+        self._driver.record_event(event, last)
+        return event
+
+    def wait(self, ticket: int) -> None:
+        self._driver.synchronize_event(ticket)
+
+    def close(self) -> None:
+        self.release_staging()
+        for event in self._events:
+            self._driver.destroy_event(event)
+        for stream in self._streams:
+            self._driver.destroy_stream(stream)
+
+    def reserve_staging(self) -> bool:
+        """Make the staging buffers unless they are there. False if there is no memory for them."""
+        if self._staging is None:
+            try:
+                self._staging = StagingBuffers(self._driver)
+            except CudaError as error:
+                logger.warning("no memory to stage in, copy engines do it all: %s", error)
+                return False
+        return True
+
+    def release_staging(self) -> None:
+        """Give the staging buffers back. No staged piece may be under way."""
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    def _copy_segments(self, segments: Segments, stream: int) -> None:
+        if not self._driver.has_batch_copy:
+            self._copy_one_by_one(segments, stream)
+            return
+        pinned = self._pool.covers(segments.host)
+        if pinned is not None and not pinned.all():
+            self._copy_one_by_one(segments.take(~pinned), stream)
+            segments = segments.take(pinned)
+            if not len(segments):
+                return
+        device, host, nbytes = (
+            np.ascontiguousarray(column)
+            for column in (segments.device, segments.host, segments.nbytes)
+        )
+        targets, sources = (host, device) if self._store else (device, host)
+        self._driver.copy_batch(
+            targets.ctypes.data, sources.ctypes.data, nbytes.ctypes.data, len(nbytes), stream
+        )
+
+    def _copy_one_by_one(self, segments: Segments, stream: int) -> None:
+        for device, host, nbytes in zip(
+            segments.device.tolist(), segments.host.tolist(), segments.nbytes.tolist(), strict=True
+        ):
+            if self._store:
+                self._driver.copy_to_host(host, device, nbytes, stream)
+            else:
+                self._driver.copy_to_device(device, host, nbytes, stream)
+
+    def _copy_rectangles(self, rectangles: Rectangles, stream: int) -> None:
+        make = rectangle_to_host if self._store else rectangle_to_device
+        for device, host, width, height, device_pitch, host_pitch in zip(
+            rectangles.device.tolist(),
+            rectangles.host.tolist(),
+            rectangles.width.tolist(),
+            rectangles.height.tolist(),
+            rectangles.device_pitch.tolist(),
+            rectangles.host_pitch.tolist(),
+            strict=True,
+        ):
+            copy = make(host, host_pitch, device, device_pitch)
+            copy.width_in_bytes = width
+            copy.height = height
+            self._driver.copy_2d(copy, stream)
+
+    def _copy_staged(
+        self, piece: ScatteredBlocks, table: RegionTable, copies: int, kernels: int
+    ) -> int:
+        """Kernel and copy on a stream each, so that neighbouring pieces overlap."""
+        assert self._staging is not None
+        buffer = np.uint64(self._staging.next())
+        in_buffer = Segments(piece.host.device + buffer, piece.host.host, piece.host.nbytes)
+        event = next(self._next_event)
+        if self._store:
+            self._staging.launch(table, piece, kernels, gather=True)
+            self._driver.record_event(event, kernels)
+            self._driver.wait_event(copies, event)
+            self._copy_segments(in_buffer, copies)
+            return copies
+        self._copy_segments(in_buffer, copies)
+        self._driver.record_event(event, copies)
+        self._driver.wait_event(kernels, event)
+        self._staging.launch(table, piece, kernels, gather=False)
+        return kernels

@@ -1,0 +1,325 @@
+"""One GPU as the server uses it: a context, the workers' memory mapped in it, and two lanes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvdock_server.transfer import staging
+from kvdock_server.transfer.cuda import DeviceMover, Direction
+from kvdock_server.transfer.driver import Driver
+from kvdock_server.transfer.lane import Job, Lane
+from kvdock_server.transfer.layout import DeviceAllocation, GroupLayout, LayoutError
+from kvdock_server.transfer.pinning import PinnedPool
+from kvdock_server.transfer.plan import I64, U64, Piece, Planner
+from kvdock_server.transfer.staging import RegionTable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStats:
+    """A device that workers have registered memory on since the server's start.
+
+    ``copied_bytes`` is by direction ("store", "load") and kind of copy ("Segments", "Rectangles",
+    "ScatteredBlocks").
+    """
+
+    uuid: str
+    name: str
+    workers: int
+    mapped_bytes: int
+    staging_bytes: int
+    copied_bytes: Mapping[tuple[str, str], int]
+
+
+class Device:
+    """Made when the first worker of a GPU registers; lives as long as the server."""
+
+    def __init__(self, driver: Driver, ordinal: int, pool: PinnedPool) -> None:
+        """CudaError if the device gives no context."""
+        self.driver = driver
+        self.ordinal = ordinal
+        self.uuid = format_uuid(driver.device_uuids()[ordinal])
+        self.name = driver.device_name(ordinal)
+        self.context = driver.retain_context(ordinal)
+        self.pool = pool
+        self.mappings = Mappings(driver)
+        self._workers = 0
+        self._lock = threading.Lock()
+        self._copied: Counter[tuple[str, str]] = Counter()
+        self._movers: dict[Direction, DeviceMover] = {}
+        self._lanes: dict[Direction, Lane] = {}
+        for direction in Direction:
+            mover = DeviceMover(driver, self.context, direction, pool)
+            self._movers[direction] = mover
+            self._lanes[direction] = Lane(
+                f"{direction.value}-gpu{ordinal}", mover, moved=self._counter(direction)
+            )
+
+    def submit(
+        self, direction: Direction, group: MappedGroup, ids: I64, hosts: U64, ready_event: bytes
+    ) -> Job:
+        """Queue the transfer of blocks ``ids`` from or to host addresses ``hosts``."""
+        mover = self._movers[direction]
+        return self._lanes[direction].submit(
+            _BlockTransfer(self.driver, mover, group, ids, hosts, ready_event)
+        )
+
+    def region_table(self, planner: Planner) -> RegionTable | None:
+        """What staging needs to know of a group. None where its blocks are never staged."""
+        if not planner.may_stage:
+            return None
+        reason = staging.missing()
+        if reason is None:
+            try:
+                return RegionTable(self.driver, self.ordinal, planner)
+            except Exception as error:  # CuPy raises what its compiler and loader raise
+                reason = f"the staging kernel cannot be made: {error}"
+        logger.warning(
+            "scattered blocks on %s go by copy engines, at up to half the speed: %s",
+            self.name,
+            reason,
+        )
+        return None
+
+    def worker_came(self) -> None:
+        with self._lock:
+            self._workers += 1
+
+    def worker_left(self) -> None:
+        """Gives back the staging buffers with the last worker."""
+        with self._lock:
+            self._workers -= 1
+            idle = not self._workers
+        if idle:
+            for direction, lane in self._lanes.items():
+                lane.submit(_ReleaseStaging(self, self._movers[direction]))
+
+    @property
+    def has_workers(self) -> bool:
+        return self._workers > 0
+
+    def stats(self) -> DeviceStats:
+        """A snapshot. Any thread."""
+        return DeviceStats(
+            self.uuid,
+            self.name,
+            self._workers,
+            self.mappings.mapped_bytes,
+            sum(mover.staging_bytes for mover in self._movers.values()),
+            dict(self._copied),
+        )
+
+    def close(self) -> None:
+        """End all transfers and unmap everything. The context stays until the process ends."""
+        for lane in self._lanes.values():
+            lane.close()
+        self.driver.set_current(self.context)
+        self.mappings.close_all()
+
+    def _counter(self, direction: Direction) -> _Count:
+        return _Count(self._copied, direction.value)
+
+
+class _Count:
+    """Counts the pieces of one lane; its keys are no other lane's."""
+
+    def __init__(self, counter: Counter[tuple[str, str]], direction: str) -> None:
+        self._counter = counter
+        self._direction = direction
+
+    def __call__(self, piece: Piece) -> None:
+        self._counter[self._direction, type(piece).__name__] += piece.total_bytes
+
+
+class Mappings:
+    """Allocations of other processes, mapped here: opened once each, closed exactly once.
+
+    Layers share allocations, and a worker that registers again names those that are open already;
+    the driver refuses a second open, and one close ends it for all. Any thread with the device's
+    context current.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._open: dict[bytes, _Mapping] = {}
+
+    @property
+    def mapped_bytes(self) -> int:
+        # No lock: that one is held while the driver maps, and this is asked by the event loop.
+        return sum(mapping.nbytes for mapping in list(self._open.values()))
+
+    def open(self, allocation: DeviceAllocation) -> int:
+        """Where the allocation is mapped. Each call needs its own ``close``."""
+        with self._lock:
+            mapping = self._open.get(allocation.ipc_handle)
+            if mapping is None:
+                address = self._driver.ipc_open_memory(allocation.ipc_handle)
+                mapping = _Mapping(address, self._driver.allocation_bytes(address))
+                self._open[allocation.ipc_handle] = mapping
+            mapping.users += 1
+        if allocation.nbytes > mapping.nbytes:
+            self.close(allocation.ipc_handle)
+            raise LayoutError(
+                f"an allocation is described with {allocation.nbytes} bytes, and has "
+                f"{mapping.nbytes}: take its size from cuMemGetAddressRange"
+            )
+        return mapping.address
+
+    def close(self, ipc_handle: bytes) -> None:
+        """Take back one ``open``."""
+        with self._lock:
+            mapping = self._open[ipc_handle]
+            mapping.users -= 1
+            if not mapping.users:
+                del self._open[ipc_handle]
+                self._driver.ipc_close_memory(mapping.address)
+
+    def close_all(self) -> None:
+        with self._lock:
+            while self._open:
+                _, mapping = self._open.popitem()
+                self._driver.ipc_close_memory(mapping.address)
+
+
+@dataclass(slots=True)
+class _Mapping:
+    address: int
+    nbytes: int
+    users: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MappedGroup:
+    """One group of a worker: its plans and, where it may be staged, its regions on the device."""
+
+    planner: Planner
+    table: RegionTable | None
+
+
+class WorkerMemory:
+    """The allocations of one worker, mapped. Made and closed on any thread that may wait."""
+
+    def __init__(
+        self,
+        device: Device,
+        allocations: Sequence[DeviceAllocation],
+        layouts: Mapping[int | None, GroupLayout],
+    ) -> None:
+        """CudaError if memory cannot be opened, LayoutError if it is not as described."""
+        self.device = device
+        self.groups: dict[int | None, MappedGroup] = {}
+        self._handles: list[bytes] = []
+        self._lock = threading.Lock()
+        device.driver.set_current(device.context)
+        device.worker_came()
+        try:
+            bases = []
+            for allocation in allocations:
+                bases.append(device.mappings.open(allocation))
+                self._handles.append(allocation.ipc_handle)
+            for group_idx, layout in layouts.items():
+                layout.check([allocation.nbytes for allocation in allocations])
+                planner = Planner(layout, bases, borders=device.pool.borders)
+                self.groups[group_idx] = MappedGroup(planner, device.region_table(planner))
+        except BaseException:
+            self.close()
+            raise
+        how = (
+            "copy engines, and staging for scattered blocks"
+            if any(group.table for group in self.groups.values())
+            else "copy engines"
+        )
+        self.description = (
+            f"{len(set(self._handles))} allocations opened on {device.name} {device.uuid}, "
+            f"copied by {how}"
+        )
+
+    def close(self) -> None:
+        """Unmap the memory. No transfer may be under way. Idempotent."""
+        with self._lock:
+            if self._handles is _CLOSED:
+                return
+            handles, self._handles = self._handles, _CLOSED
+        self.device.driver.set_current(self.device.context)
+        for group in self.groups.values():
+            if group.table is not None:
+                group.table.close()
+        for handle in handles:
+            self.device.mappings.close(handle)
+        self.device.worker_left()
+
+
+_CLOSED: list[bytes] = []
+
+
+class _BlockTransfer:
+    """Blocks of one group between device and pool, for a lane."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        mover: DeviceMover,
+        group: MappedGroup,
+        ids: I64,
+        hosts: U64,
+        ready_event: bytes,
+    ) -> None:
+        self._driver = driver
+        self._mover = mover
+        self._group = group
+        self._ids = ids
+        self._hosts = hosts
+        self._handle = ready_event
+        self._event = 0
+
+    def ready(self) -> bool:
+        if not self._handle:
+            return True
+        if not self._event:
+            self._event = self._driver.ipc_open_event(self._handle)
+        return self._driver.query_event(self._event)
+
+    def pieces(self) -> Iterator[Piece]:
+        stage = self._group.table is not None and self._mover.reserve_staging()
+        return self._group.planner.plan(self._ids, self._hosts, stage=stage)
+
+    def start(self, piece: Piece) -> int:
+        return self._mover.start(piece, self._group.table)
+
+    def finish(self) -> None:
+        if self._event:
+            self._driver.destroy_event(self._event)
+
+
+class _ReleaseStaging:
+    """Not a transfer: gives the staging buffers back on the lane's thread, in order."""
+
+    def __init__(self, device: Device, mover: DeviceMover) -> None:
+        self._device = device
+        self._mover = mover
+
+    def ready(self) -> bool:
+        return True
+
+    def pieces(self) -> Iterator[Piece]:
+        return iter(())
+
+    def start(self, piece: Piece) -> int:
+        raise NotImplementedError(f"there is no piece: {piece}")
+
+    def finish(self) -> None:
+        if not self._device.has_workers:
+            self._mover.release_staging()
+
+
+def format_uuid(uuid: bytes) -> str:
+    """As nvidia-smi prints it."""
+    digits = uuid.hex()
+    parts = digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]
+    return "GPU-" + "-".join(parts)

@@ -1,0 +1,242 @@
+"""A lane: one thread that copies in one direction for one device.
+
+Each device has two, so that loads never wait behind stores. A lane takes its jobs piece by piece in
+turn, so a small load passes a large one, and keeps two pieces under way, so that the link never
+waits for the thread.
+
+A job starts when it is ready, that is when the engine's kernels before it are done. The lane asks
+(an event query) and does not queue a wait on its stream: a wait would stop every job behind it,
+and could not be taken back when the engine that was to complete it hangs or is killed.
+
+A cancelled job ends at the next piece. ``Job.settled`` is resolved only when none of its pieces is
+under way any more: until then its memory is in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvdock_server.transfer.plan import Piece
+
+logger = logging.getLogger(__name__)
+
+_PIECES_UNDER_WAY = 2
+_POLL_SECONDS = 50e-6
+
+
+class TransferFailedError(Exception):
+    """Bytes of a transfer did not arrive. The message has the cause."""
+
+
+class TransferCancelledError(TransferFailedError):
+    """The transfer was given up before its end."""
+
+
+class Transfer(Protocol):
+    """What a lane needs to carry a job out. Called on the lane's thread only."""
+
+    def ready(self) -> bool:
+        """True once copying may start. Called until it is."""
+        ...
+
+    def pieces(self) -> Iterator[Piece]:
+        """The work, in order. Called once, when ready."""
+        ...
+
+    def start(self, piece: Piece) -> int:
+        """Start to copy a piece; a ticket for ``Mover.wait``."""
+        ...
+
+    def finish(self) -> None:
+        """No piece is under way any more, for whatever reason. Called exactly once."""
+        ...
+
+
+class Mover(Protocol):
+    """The device side of a lane. Called on the lane's thread only."""
+
+    def open(self) -> None:
+        """Called once, first."""
+        ...
+
+    def wait(self, ticket: int) -> None:
+        """Return when the piece is copied. Tickets come in the order of their making."""
+        ...
+
+    def close(self) -> None:
+        """Called once, last."""
+        ...
+
+
+@dataclass(eq=False)
+class Job:
+    """One transfer in a lane. ``settled`` has no result, or the error that ended the transfer."""
+
+    transfer: Transfer
+    settled: Future[None] = field(default_factory=Future)
+    _cancelled: bool = False
+    _error: Exception | None = None
+    _pieces: Iterator[Piece] | None = None
+    _exhausted: bool = False
+    _under_way: int = 0
+
+    def __post_init__(self) -> None:
+        self.settled.set_running_or_notify_cancel()  # who waits may give up, the job may not
+
+    def cancel(self) -> None:
+        """End at the next piece. Any thread."""
+        self._cancelled = True
+
+    # The rest is the lane's, on its thread.
+
+    def is_ready(self) -> bool:
+        """True if the job is to be run, be it only to end it."""
+        try:
+            return self._cancelled or self.transfer.ready()
+        except Exception as error:
+            self._error = error
+            return True
+
+    def start_next(self) -> tuple[Piece, int] | None:
+        """Start the next piece; None if there is none, be it for an error."""
+        try:
+            if self._cancelled:
+                raise TransferCancelledError("the transfer was cancelled")
+            if self._error is None:
+                if self._pieces is None:
+                    self._pieces = self.transfer.pieces()
+                piece = next(self._pieces, None)
+                if piece is not None:
+                    ticket = self.transfer.start(piece)
+                    self._under_way += 1
+                    return piece, ticket
+        except Exception as error:
+            self._error = error
+        self._exhausted = True
+        self._settle_if_done()
+        return None
+
+    def piece_ended(self, error: Exception | None) -> None:
+        """A piece that was started is not under way any more."""
+        self._under_way -= 1
+        self._error = self._error or error
+        self._settle_if_done()
+
+    def give_up(self, error: TransferFailedError) -> None:
+        """End a job that has no piece under way."""
+        self._error = self._error or error
+        self._exhausted = True
+        self._settle_if_done()
+
+    def _settle_if_done(self) -> None:
+        if not self._exhausted or self._under_way:
+            return
+        try:
+            self.transfer.finish()
+        except Exception as error:
+            self._error = self._error or error
+        if self._error is None:
+            self.settled.set_result(None)
+        elif isinstance(self._error, TransferFailedError):
+            self.settled.set_exception(self._error)
+        else:
+            failure = TransferFailedError(str(self._error))
+            failure.__cause__ = self._error
+            self.settled.set_exception(failure)
+
+
+class Lane:
+    """See above. ``submit`` and ``close`` may be called from any thread."""
+
+    def __init__(self, name: str, mover: Mover, *, moved: Callable[[Piece], None]) -> None:
+        """``moved`` is called for each piece that was copied, on the lane's thread."""
+        self._mover = mover
+        self._moved = moved
+        self._wake = threading.Condition()
+        self._new: deque[Job] = deque()
+        self._closed: TransferFailedError | None = None
+        self._waiting: deque[Job] = deque()
+        self._running: deque[Job] = deque()
+        self._under_way: deque[tuple[Job, Piece, int]] = deque()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, transfer: Transfer) -> Job:
+        """Queue a transfer. After ``close`` it settles as cancelled at once."""
+        job = Job(transfer)
+        with self._wake:
+            if self._closed is None:
+                self._new.append(job)
+                self._wake.notify()
+                return job
+        job.give_up(self._closed)
+        return job
+
+    def close(self) -> None:
+        """Cancel what is there, wait for the pieces under way, and end the thread."""
+        self._refuse(TransferCancelledError("the server closes this device"))
+        self._thread.join()
+
+    def _refuse(self, error: TransferFailedError) -> None:
+        with self._wake:
+            self._closed = self._closed or error
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            self._mover.open()
+        except Exception as error:
+            logger.exception("a copy thread could not start")
+            self._refuse(TransferFailedError(f"the copy thread could not start: {error}"))
+        while self._take_new():
+            self._admit()
+            while self._running and len(self._under_way) < _PIECES_UNDER_WAY:
+                job = self._running.popleft()
+                started = job.start_next()
+                if started is not None:
+                    self._under_way.append((job, *started))
+                    self._running.append(job)
+            if self._under_way:
+                self._await_oldest()
+        while self._under_way:
+            self._await_oldest()
+        assert self._closed is not None
+        for job in (*self._waiting, *self._running):
+            job.give_up(self._closed)
+        self._mover.close()
+
+    def _take_new(self) -> bool:
+        """Collect new jobs; sleep while there is nothing else to do. False to stop."""
+        with self._wake:
+            if not (self._waiting or self._running or self._under_way):
+                while not self._new and self._closed is None:
+                    self._wake.wait()
+            self._waiting.extend(self._new)
+            self._new.clear()
+            return self._closed is None
+
+    def _admit(self) -> None:
+        """Jobs that are ready go to the end of the running ones. Sleep a moment if none runs."""
+        for _ in range(len(self._waiting)):
+            job = self._waiting.popleft()
+            (self._running if job.is_ready() else self._waiting).append(job)
+        if self._waiting and not self._running and not self._under_way:
+            with self._wake:
+                if not self._new and self._closed is None:
+                    self._wake.wait(_POLL_SECONDS)
+
+    def _await_oldest(self) -> None:
+        job, piece, ticket = self._under_way.popleft()
+        try:
+            self._mover.wait(ticket)
+            self._moved(piece)
+        except Exception as error:
+            job.piece_ended(error)
+        else:
+            job.piece_ended(None)

@@ -1,0 +1,180 @@
+"""Scattered blocks by way of a large buffer in device memory, gathered and spread by a kernel.
+
+For what copy engines would do too slowly: many small segments at no pitch. The kernel runs in this
+process and so takes time slices from the engine's kernels; few launches over much work, on as many
+blocks of threads as the device holds, take the fewest.
+
+The kernel is compiled by CuPy. Where CuPy is absent nothing is staged and copy engines do it all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+
+from kvdock_server.transfer.driver import Driver
+from kvdock_server.transfer.plan import (
+    MAX_STAGED_BLOCKS,
+    STAGED_PIECE_BYTES,
+    MergedRegions,
+    Planner,
+    ScatteredBlocks,
+)
+
+_BUFFERS = 2
+_THREADS = 512
+_THREAD_BLOCKS = 528  # four for each of the 132 multiprocessors of an H100
+
+_SOURCE = r"""
+extern "C" __global__ void move_blocks(
+    const unsigned long long* __restrict__ device, const unsigned long long* __restrict__ stride,
+    const unsigned long long* __restrict__ nbytes, const unsigned long long* __restrict__ offset,
+    const long long* __restrict__ ids, char* __restrict__ buffer, unsigned long long block_bytes,
+    long long segments, int regions, int threads_per_segment, int gather)
+{
+    const int team = threadIdx.x / threads_per_segment;
+    const int teams = blockDim.x / threads_per_segment;
+    const int lane = threadIdx.x % threads_per_segment;
+    for (long long s = (long long)blockIdx.x * teams + team; s < segments;
+         s += (long long)gridDim.x * teams) {
+        const long long block = s / regions;
+        const int region = (int)(s % regions);
+        UNIT* page = (UNIT*)(device[region] + ids[block] * stride[region]);
+        UNIT* staged = (UNIT*)(buffer + block * block_bytes + offset[region]);
+        const UNIT* __restrict__ source = gather ? page : staged;
+        UNIT* __restrict__ target = gather ? staged : page;
+        const int units = (int)(nbytes[region] / sizeof(UNIT));
+        #pragma unroll 4
+        for (int u = lane; u < units; u += threads_per_segment) target[u] = source[u];
+    }
+}
+"""
+_UNITS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why nothing can be staged here, or None. Imports CuPy: seconds, the first time."""
+    try:
+        import cupy  # noqa: F401
+    except Exception as error:  # whatever a broken installation raises
+        return f"CuPy cannot be imported: {error}"
+    return None
+
+
+class RegionTable:
+    """The regions of one group in device memory, for the kernel."""
+
+    def __init__(self, driver: Driver, ordinal: int, planner: Planner) -> None:
+        """Compiles the kernel and uploads the table. The device's context is current."""
+        self._driver = driver
+        regions = planner.regions
+        self.count = len(regions.device)
+        self.unit = _alignment(regions, planner.block_bytes)
+        self.threads_per_segment = _threads_per_segment(regions, self.unit)
+        self.kernel = _kernel(ordinal, self.unit)
+        columns = np.stack([regions.device, regions.stride, regions.nbytes, regions.host_offset])
+        self._address = driver.allocate(columns.nbytes)
+        stream = driver.create_stream()
+        try:
+            driver.copy_to_device(self._address, columns.ctypes.data, columns.nbytes, stream)
+            driver.synchronize_stream(stream)
+        finally:
+            driver.destroy_stream(stream)
+
+    @property
+    def columns(self) -> list[int]:
+        """Addresses of device address, stride, bytes and host offset of the regions."""
+        return [self._address + 8 * self.count * column for column in range(4)]
+
+    def close(self) -> None:
+        self._driver.free(self._address)
+
+
+class StagingBuffers:
+    """Two buffers, used in turn; one direction of one device. On the lane's thread only."""
+
+    def __init__(self, driver: Driver) -> None:
+        """CudaError where the device has no memory for them."""
+        self._driver = driver
+        self._turn = 0
+        self._buffers = driver.allocate(_BUFFERS * STAGED_PIECE_BYTES)
+        try:
+            # The kernel reads block ids where they are, over the link: few, and a copy of them
+            # would queue behind the other direction's.
+            self._ids = driver.allocate_host(_BUFFERS * MAX_STAGED_BLOCKS * 8)
+        except BaseException:
+            driver.free(self._buffers)
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return _BUFFERS * STAGED_PIECE_BYTES
+
+    def next(self) -> int:
+        """The address of the next buffer. Whoever had it before must be done with it."""
+        self._turn = (self._turn + 1) % _BUFFERS
+        return self._buffers + self._turn * STAGED_PIECE_BYTES
+
+    def launch(
+        self, table: RegionTable, piece: ScatteredBlocks, stream: int, *, gather: bool
+    ) -> None:
+        """Queue the kernel between the blocks and the buffer that ``next`` gave last."""
+        import cupy
+
+        ids = self._ids + self._turn * MAX_STAGED_BLOCKS * 8
+        ctypes.memmove(ids, np.ascontiguousarray(piece.ids).ctypes.data, piece.ids.nbytes)
+        with cupy.cuda.ExternalStream(stream):
+            table.kernel(
+                (_THREAD_BLOCKS,),
+                (_THREADS,),
+                (
+                    *(np.uint64(column) for column in table.columns),
+                    np.uint64(ids),
+                    np.uint64(self._buffers + self._turn * STAGED_PIECE_BYTES),
+                    np.uint64(piece.block_bytes),
+                    np.int64(len(piece.ids) * table.count),
+                    np.int32(table.count),
+                    np.int32(table.threads_per_segment),
+                    np.int32(gather),
+                ),
+            )
+
+    def close(self) -> None:
+        self._driver.free(self._buffers)
+        self._driver.free_host(self._ids)
+
+
+@functools.cache
+def _kernel(ordinal: int, unit: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(ordinal):
+        kernel = cupy.RawKernel(_SOURCE, "move_blocks", options=(f"-DUNIT={_UNITS[unit]}",))
+        kernel.compile()
+    return kernel
+
+
+def _alignment(regions: MergedRegions, block_bytes: int) -> int:
+    """The widest access that every page allows, here and in the buffer."""
+    everything = np.concatenate(
+        [
+            regions.device,
+            regions.stride,
+            regions.nbytes,
+            regions.host_offset,
+            np.array([block_bytes], dtype=np.uint64),
+        ]
+    )
+    bits = int(np.bitwise_or.reduce(everything))
+    return max(unit for unit in _UNITS if bits % unit == 0)
+
+
+def _threads_per_segment(regions: MergedRegions, unit: int) -> int:
+    """A power of two that gives each thread about four accesses of a mean page."""
+    accesses = int(regions.nbytes.mean()) // (unit * 4)
+    return min(_THREADS, max(1, 1 << max(0, accesses.bit_length() - 1)))

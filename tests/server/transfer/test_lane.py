@@ -1,0 +1,212 @@
+"""A lane with a mover that copies host memory: order, fairness, cancelling, failure."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvdock_server.transfer.lane import Lane, TransferCancelledError, TransferFailedError
+from kvdock_server.transfer.plan import Piece, Segments
+
+PIECE = 4096
+
+
+class HostMover:
+    """Copies when a piece is waited for; ``gate`` holds it back."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.waits = 0
+        self.log: list[str] = []
+        self.started: list[tuple[str, Segments]] = []
+        self.failing: set[str] = set()
+
+    def open(self) -> None:
+        self.log.append("open")
+
+    def wait(self, ticket: int) -> None:
+        self.gate.wait(10)
+        name, segments = self.started[ticket]
+        if name in self.failing:
+            raise RuntimeError("the copy broke")
+        for device, host, nbytes in zip(
+            segments.device.tolist(), segments.host.tolist(), segments.nbytes.tolist(), strict=True
+        ):
+            ctypes.memmove(host, device, nbytes)
+        self.log.append(name)
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+class HostTransfer:
+    """A transfer of ``count`` pieces from one array to another."""
+
+    def __init__(self, mover: HostMover, name: str, count: int) -> None:
+        self.mover = mover
+        self.name = name
+        self.source = np.random.default_rng(count).integers(0, 256, count * PIECE, np.uint8)
+        self.target = np.zeros_like(self.source)
+        self.is_ready = True
+        self.finished = 0
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def pieces(self) -> Iterator[Piece]:
+        for start in range(0, len(self.source), PIECE):
+            addresses = [
+                np.array([array.ctypes.data + start], dtype=np.uint64)
+                for array in (self.source, self.target)
+            ]
+            yield Segments(addresses[0], addresses[1], np.array([PIECE], dtype=np.uint64))
+
+    def start(self, piece: Piece) -> int:
+        assert isinstance(piece, Segments)
+        self.mover.started.append((self.name, piece))
+        return len(self.mover.started) - 1
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def mover() -> HostMover:
+    return HostMover()
+
+
+@pytest.fixture
+def lane(mover: HostMover) -> Iterator[Lane]:
+    lane = Lane("test", mover, moved=lambda piece: None)
+    yield lane
+    mover.gate.set()
+    lane.close()
+
+
+def eventually(condition: object, seconds: float = 5.0) -> None:
+    assert callable(condition)
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_every_byte_arrives_and_the_transfer_finishes_once(lane: Lane, mover: HostMover) -> None:
+    transfer = HostTransfer(mover, "a", 20)
+    lane.submit(transfer).settled.result(5)
+    np.testing.assert_array_equal(transfer.target, transfer.source)
+    assert transfer.finished == 1
+
+
+def test_a_small_transfer_passes_a_large_one(lane: Lane, mover: HostMover) -> None:
+    mover.gate.clear()
+    large = lane.submit(HostTransfer(mover, "large", 50))
+    eventually(lambda: mover.started)
+    small = lane.submit(HostTransfer(mover, "small", 2))
+    mover.gate.set()
+    small.settled.result(5)
+    assert mover.log.count("large") < 10
+    large.settled.result(5)
+
+
+def test_what_is_not_ready_holds_nobody_up(lane: Lane, mover: HostMover) -> None:
+    waiting = HostTransfer(mover, "waiting", 1)
+    waiting.is_ready = False
+    job = lane.submit(waiting)
+    lane.submit(HostTransfer(mover, "other", 3)).settled.result(5)
+    assert not job.settled.done()
+    waiting.is_ready = True
+    job.settled.result(5)
+    assert mover.log == ["open", "other", "other", "other", "waiting"]
+
+
+def test_a_cancelled_transfer_settles_when_its_last_piece_is_done(
+    lane: Lane, mover: HostMover
+) -> None:
+    mover.gate.clear()
+    transfer = HostTransfer(mover, "a", 50)
+    job = lane.submit(transfer)
+    eventually(lambda: len(mover.started) == 2)
+    job.cancel()
+    time.sleep(0.02)
+    assert not job.settled.done()  # two pieces still write to the target
+    mover.gate.set()
+    with pytest.raises(TransferCancelledError):
+        job.settled.result(5)
+    assert mover.log == ["open", "a", "a"]
+    assert transfer.finished == 1
+
+
+def test_cancelling_what_never_becomes_ready(lane: Lane, mover: HostMover) -> None:
+    transfer = HostTransfer(mover, "a", 1)
+    transfer.is_ready = False
+    job = lane.submit(transfer)
+    time.sleep(0.005)
+    job.cancel()
+    with pytest.raises(TransferCancelledError):
+        job.settled.result(5)
+    assert not transfer.target.any()
+
+
+def test_a_waiter_that_gives_up_does_not_end_the_job(lane: Lane, mover: HostMover) -> None:
+    mover.gate.clear()
+    transfer = HostTransfer(mover, "a", 3)
+    job = lane.submit(transfer)
+    assert not job.settled.cancel()
+    mover.gate.set()
+    job.settled.result(5)
+
+
+def test_a_copy_that_breaks_fails_its_own_transfer_only(lane: Lane, mover: HostMover) -> None:
+    mover.failing = {"bad"}
+    bad_transfer = HostTransfer(mover, "bad", 10)
+    bad = lane.submit(bad_transfer)
+    good = lane.submit(HostTransfer(mover, "good", 10))
+    with pytest.raises(TransferFailedError, match="the copy broke"):
+        bad.settled.result(5)
+    good.settled.result(5)
+    assert bad_transfer.finished == 1
+
+
+def test_a_transfer_whose_event_cannot_be_asked_fails(lane: Lane, mover: HostMover) -> None:
+    class Broken(HostTransfer):
+        def ready(self) -> bool:
+            raise RuntimeError("no such event")
+
+    with pytest.raises(TransferFailedError, match="no such event"):
+        lane.submit(Broken(mover, "a", 1)).settled.result(5)
+
+
+def test_closing_cancels_what_is_there_and_refuses_what_comes(mover: HostMover) -> None:
+    lane = Lane("test", mover, moved=lambda piece: None)
+    mover.gate.clear()
+    transfers = [HostTransfer(mover, "a", 50), HostTransfer(mover, "b", 1)]
+    transfers[1].is_ready = False
+    jobs = [lane.submit(transfer) for transfer in transfers]
+    eventually(lambda: len(mover.started) == 2)
+    threading.Timer(0.02, mover.gate.set).start()
+    lane.close()
+    jobs.append(lane.submit(HostTransfer(mover, "late", 1)))
+    for job in jobs:
+        with pytest.raises(TransferCancelledError):
+            job.settled.result(0)
+    assert [transfer.finished for transfer in transfers] == [1, 1]
+    assert mover.log[-1] == "close"
+
+
+def test_a_thread_that_cannot_start_fails_transfers_with_the_reason() -> None:
+    class Broken(HostMover):
+        def open(self) -> None:
+            raise RuntimeError("no context")
+
+    mover = Broken()
+    lane = Lane("test", mover, moved=lambda piece: None)
+    with pytest.raises(TransferFailedError, match="no context"):
+        lane.submit(HostTransfer(mover, "a", 1)).settled.result(5)
+    lane.close()
