@@ -34,9 +34,11 @@ def print_report(title: str, rows: Sequence[Row]) -> int:
     for row in rows:
         mark = "" if not row.bound else "[green]ok[/]" if row.holds else "[bold red]MISSED[/]"
         table.add_row(row.what, row.measured, row.ceiling, row.ratio, row.bound, mark)
-    # Not wrapped where the output is a file: lines are to be searched then.
     console = Console()
-    console.print(table, crop=False) if console.is_terminal else Console(width=160).print(table)
+    if not console.is_terminal:
+        # Wide enough that nothing is wrapped: such output is searched for lines.
+        console = Console(width=180)
+    console.print(table)
     return 0 if all(row.holds for row in rows) else 1
 
 
