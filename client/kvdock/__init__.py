@@ -4,9 +4,10 @@
         hit = client.lookup("my-namespace", kvdock.keys.chunk_keys(token_ids, 256))
 
 :class:`Client` asks call by call, :class:`Session` over one held stream; ``kvdock.aio`` has both as
-coroutines. ``kvdock.keys`` makes chunk keys.
+coroutines. ``kvdock.keys`` makes chunk keys, ``kvdock.errors`` has the exceptions.
 """
 
+from kvdock import errors, keys
 from kvdock._version import __version__
 from kvdock.client import Client
 from kvdock.errors import KVDockError
@@ -47,4 +48,6 @@ __all__ = [
     "SessionRole",
     "TransferMode",
     "__version__",
+    "errors",
+    "keys",
 ]

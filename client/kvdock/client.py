@@ -13,7 +13,7 @@ import grpc
 
 from kvdock import _health, _verbs
 from kvdock._idle import Cancellable, IdleLimit
-from kvdock._inline import GetTransfer, PutTransfer
+from kvdock._inline import PUT_METHOD, GetTransfer, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address, default_address, parse
 from kvdock.channel import options
@@ -55,6 +55,12 @@ class Client:
         self.timeout = timeout
         self._channel = grpc.insecure_channel(self.address.target, options(self.address))
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
+        # Takes serialized requests: see kvdock._inline.
+        self._put = self._channel.stream_stream(
+            PUT_METHOD,
+            request_serializer=None,
+            response_deserializer=cache_pb2.PutResponse.FromString,
+        )
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -133,17 +139,17 @@ class Client:
         )
         answered = threading.Event()
 
-        def requests() -> Iterator[cache_pb2.PutRequest]:
+        def requests() -> Iterator[bytes]:
             # Runs on a thread of gRPC's.
             yield transfer.open
             answered.wait()
-            for message in transfer.data():
+            for message, nbytes in transfer.data():
                 yield message
                 idle.touch()
                 if progress is not None:
-                    progress(len(message.data.data))
+                    progress(nbytes)
 
-        responses = self._cache.Put(requests())
+        responses = self._put(requests())
         with self._stream(responses, timeout) as idle:
             try:
                 for response in responses:

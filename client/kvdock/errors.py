@@ -142,10 +142,22 @@ class DeviceMemory(KVDockError):
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class NoEventLog(KVDockError):
+    """The server keeps no event log."""
+
+    default_code = grpc.StatusCode.UNIMPLEMENTED
+
+
 class PoolUnmappable(KVDockError):
     """This process cannot map the server's pool: another host, or another /dev/shm."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class NoEventLog(KVDockError):
+    """The server keeps no event log: start it with one."""
+
+    default_code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class ServerError(KVDockError):
@@ -169,7 +181,9 @@ CLASS_OF_REASON: dict[str, type[KVDockError]] = {
     "WRONG_LENGTH": WrongLength,
     "WRONG_MODE": WrongMode,
     "DEVICE_MEMORY": DeviceMemory,
+    "NO_EVENT_LOG": NoEventLog,
     "DRAINING": Draining,
+    "NO_EVENT_LOG": NoEventLog,
     "INTERNAL": ServerError,
 }
 

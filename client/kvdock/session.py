@@ -54,6 +54,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds that close() gives the server to end the stream in order before it is cut off.
 _CLOSE_SECONDS = 1.0
+_NO_GRACE = 0.0
 
 StartStream = Callable[[Iterator[session_pb2.SessionRequest]], Any]
 
@@ -86,11 +87,11 @@ class Session:
         try:
             response: session_pb2.OpenResponse = self._result(opening, timeout)
         except SessionLost as lost:
-            self.close()
+            self._stream.close(_NO_GRACE)
             # What ended the stream tells more than that it ended.
             raise lost.__cause__ or lost from None
         except BaseException:
-            self.close()
+            self._stream.close(_NO_GRACE)
             raise
         self.info = SessionInfo.from_proto(response)
         self._pool = Pool(self.info.segments, server=str(address), is_local=address.is_local)
@@ -288,9 +289,8 @@ class Session:
         Waits for no copy: end yours first. A second call does nothing.
         """
         self._finalizer.detach()
-        self._stream.close()
-        if hasattr(self, "_pool"):
-            self._pool.close()
+        self._stream.close(_CLOSE_SECONDS)
+        self._pool.close()
 
     def __enter__(self) -> Self:
         return self
@@ -368,13 +368,14 @@ class _Stream:
             target=self._heartbeat, args=(ttl / 3,), name="kvdock-heartbeat", daemon=True
         ).start()
 
-    def close(self) -> None:
+    def close(self, grace: float) -> None:
+        """Ends the stream in order, and cuts it off after ``grace`` seconds."""
         self._closing = True
         if os.getpid() != self._pid:
             return
         self._end(SessionLost("the session was closed"))
         if threading.current_thread() is not self._reader:
-            self._reader.join(_CLOSE_SECONDS)
+            self._reader.join(grace)
         if self._reader.is_alive():
             self._call.cancel()
 
@@ -416,7 +417,8 @@ class _Stream:
             self.submit(giving_back)
 
     def _heartbeat(self, interval: float) -> None:
-        while not self._ended.wait(interval):
+        # An expired session is past saving, and its stream stays until close().
+        while not self._ended.wait(interval) and self.over is None:
             self._missed_heartbeats += 1
             if self._missed_heartbeats > MISSED_HEARTBEATS:
                 silent_for = interval * MISSED_HEARTBEATS

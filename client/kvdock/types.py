@@ -61,13 +61,13 @@ class SessionRole(IntEnum):
 class Group:
     """One KV-cache group of a namespace."""
 
+    shard_bytes: tuple[int, ...]
+    """One number: all shards have it. As many as shards: one each, 0 where not known yet."""
     kind: GroupKind = GroupKind.FULL_ATTENTION
     group_idx: int | None = None
     """The engine's index; None means that the engine has no groups, which is not group 0."""
     window_tokens: int = 0
     """Window of SLIDING_WINDOW in tokens, the current one included; 0 for every other kind."""
-    shard_bytes: tuple[int, ...] = ()
-    """One number: all shards have it. As many as shards: one each, 0 where not known yet."""
 
     def to_proto(self) -> types_pb2.Group:
         """The message."""

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from kvdock import _health, _verbs
-from kvdock._inline import GetTransfer, PutTransfer
+from kvdock._inline import PUT_METHOD, GetTransfer, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address, default_address, parse
 from kvdock.aio.session import Session
@@ -49,6 +49,12 @@ class Client:
         self.timeout = timeout
         self._channel = grpc.aio.insecure_channel(self.address.target, options(self.address))
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
+        # Takes serialized requests: see kvdock._inline.
+        self._put = self._channel.stream_stream(
+            PUT_METHOD,
+            request_serializer=None,
+            response_deserializer=cache_pb2.PutResponse.FromString,
+        )
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -112,17 +118,17 @@ class Client:
         )
         answered = asyncio.Event()
 
-        async def requests() -> AsyncIterator[cache_pb2.PutRequest]:
+        async def requests() -> AsyncIterator[bytes]:
             # Runs in a task of gRPC's.
             yield transfer.open
             await answered.wait()
-            for message in transfer.data():
+            for message, nbytes in transfer.data():
                 yield message
                 touch()
                 if progress is not None:
-                    progress(len(message.data.data))
+                    progress(nbytes)
 
-        responses = self._cache.Put(requests())
+        responses = self._put(requests())
         async with self._stream(responses, timeout) as touch:
             try:
                 async for response in responses:

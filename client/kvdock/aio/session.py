@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds that close() gives the server to end the stream in order before it is cut off.
 _CLOSE_SECONDS = 1.0
+_NO_GRACE = 0.0
 
 StartStream = Callable[[AsyncIterator[session_pb2.SessionRequest]], Any]
 
@@ -84,11 +85,11 @@ class Session:
         try:
             response: session_pb2.OpenResponse = await stream.result(opening, timeout)
         except SessionLost as lost:
-            await stream.close()
+            await stream.close(_NO_GRACE)
             # What ended the stream tells more than that it ended.
             raise lost.__cause__ or lost from None
         except BaseException:
-            await stream.close()
+            await stream.close(_NO_GRACE)
             raise
         info = SessionInfo.from_proto(response)
         stream.keep_alive(info.ttl)
@@ -254,7 +255,7 @@ class Session:
     async def close(self) -> None:
         """As :meth:`kvdock.Session.close`."""
         self._finalizer.detach()
-        await self._stream.close()
+        await self._stream.close(_CLOSE_SECONDS)
         self._pool.close()
 
     async def __aenter__(self) -> Self:
@@ -318,12 +319,13 @@ class Stream:
         """Starts the heartbeats. ``ttl`` in seconds."""
         self._heart = asyncio.create_task(self._heartbeat(ttl / 3), name="kvdock-heartbeat")
 
-    async def close(self) -> None:
+    async def close(self, grace: float) -> None:
+        """Ends the stream in order, and cuts it off after ``grace`` seconds."""
         self._closing = True
         self._end(SessionLost("the session was closed"))
         if asyncio.current_task() is self._reader:
             return
-        await asyncio.wait([self._reader], timeout=_CLOSE_SECONDS)
+        await asyncio.wait([self._reader], timeout=grace)
         self._call.cancel()
         await asyncio.wait([self._reader])
 
@@ -374,7 +376,8 @@ class Stream:
             self.submit(giving_back)
 
     async def _heartbeat(self, interval: float) -> None:
-        while True:
+        # An expired session is past saving, and its stream stays until close().
+        while self.over is None:
             await asyncio.sleep(interval)
             self._missed_heartbeats += 1
             if self._missed_heartbeats > MISSED_HEARTBEATS:

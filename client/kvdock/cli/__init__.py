@@ -22,9 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The server explains and checks its own arguments.
         serve(arguments[1:])
 
-    from kvdock.cli.arguments import parser
+    from kvdock.cli.arguments import parse
 
-    parsed = parser().parse_args(arguments)
+    parsed = parse(arguments)
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()

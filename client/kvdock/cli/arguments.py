@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from kvdock._version import __version__
 from kvdock.address import ENVIRONMENT_VARIABLE, default_address
@@ -10,8 +11,17 @@ from kvdock.cli import commands, doctor
 from kvdock.client import DEFAULT_TIMEOUT
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser. Its result has the function to call as ``run``."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments, with the function to call as ``run``. Exits if they make no sense."""
+    top, subcommands = _parsers()
+    if arguments and arguments[0] in subcommands:
+        # Lets options stand anywhere between the keys, which a parser with subcommands cannot.
+        return subcommands[arguments[0]].parse_intermixed_args(arguments[1:])
+    return top.parse_args(arguments)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the whole command, for its help, and those of the subcommands by name."""
     top = argparse.ArgumentParser(
         prog="kvdock",
         description="A KV cache for the inference engines of this host.",
@@ -97,13 +107,12 @@ def parser() -> argparse.ArgumentParser:
     ls.set_defaults(run=commands.ls)
 
     clear = subcommands.add_parser("clear", parents=[server], help="forget what is stored")
-    what = clear.add_mutually_exclusive_group(required=True)
-    what.add_argument("namespace", metavar="NAMESPACE", nargs="?", default="")
-    what.add_argument("--all", action="store_true", help="in every namespace")
+    clear.add_argument("namespace", metavar="NAMESPACE", nargs="?", default="")
+    clear.add_argument("--all", action="store_true", help="in every namespace")
     clear.set_defaults(run=commands.clear)
 
     check = subcommands.add_parser(
         "doctor", parents=[server], help="find out what is wrong, and what to do about it"
     )
     check.set_defaults(run=doctor.run)
-    return top
+    return top, dict(subcommands.choices)

@@ -256,8 +256,10 @@ def ls(arguments: argparse.Namespace) -> int:
 
 def clear(arguments: argparse.Namespace) -> int:
     """``kvdock clear``"""
+    if bool(arguments.namespace) == arguments.all:
+        raise InvalidArgument("give either NAMESPACE or --all")
     with _client(arguments) as client:
-        parts = client.clear(arguments.namespace or "")
+        parts = client.clear(arguments.namespace)
     if arguments.json:
         output.print_json({"parts": parts})
     else:

@@ -23,8 +23,8 @@ def keys(client: Client, arguments: argparse.Namespace) -> list[bytes]:
     if bool(arguments.keys) == bool(arguments.tokens):
         raise InvalidArgument("give either keys or --tokens FILE")
     if arguments.tokens:
-        chunk_tokens = arguments.chunk_tokens or namespace(client, arguments.namespace).chunk_tokens
         token_ids = _token_ids(_read_text(arguments.tokens), arguments.tokens)
+        chunk_tokens = arguments.chunk_tokens or namespace(client, arguments.namespace).chunk_tokens
         try:
             made = chunk_keys(token_ids, chunk_tokens)
         except ValueError as error:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-_NEEDED = ("kvdock_server", "grpc_health", "grpc_reflection", "numpy")
+_NEEDED = ("kvdock_server", "grpc_health", "grpc_reflection", "numpy", "prometheus_client")
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:

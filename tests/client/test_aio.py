@@ -1,0 +1,186 @@
+"""The asyncio face against a real server: what differs from the blocking one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+import kvdock
+import kvdock.aio
+from kvdock import errors
+from kvdock.types import ChunkStatus
+from kvdock.v1 import cache_pb2, session_pb2
+
+
+@pytest.fixture
+async def client(server: Any, namespace: kvdock.Namespace) -> AsyncIterator[kvdock.aio.Client]:
+    async with kvdock.aio.Client(server.address) as client:
+        await client.register_namespace(namespace)
+        yield client
+
+
+async def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 5
+    while True:
+        value = condition()
+        if await value if inspect.isawaitable(value) else value:
+            return
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ["Client", "Session"])
+def test_both_faces_have_the_same_names_and_arguments(name: str) -> None:
+    blocking, coroutines = getattr(kvdock, name), getattr(kvdock.aio, name)
+    public = {verb for verb in vars(blocking) if not verb.startswith("_")}
+
+    assert public <= set(vars(coroutines))
+    for verb in public:
+        ours, theirs = vars(blocking)[verb], vars(coroutines)[verb]
+        if callable(ours):
+            assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters
+
+
+async def test_the_calls(client: kvdock.aio.Client, prompt: Any) -> None:
+    moved: list[int] = []
+    assert (
+        await client.put("test", prompt.keys, prompt.shards, progress=moved.append)
+        == [ChunkStatus.STORED] * 4
+    )
+    assert sum(moved) == sum(map(len, prompt.shards))
+    assert await client.get("test", [*prompt.keys, bytes(32)]) == [*prompt.shards, None]
+    buffers = [bytearray(len(shard)) for shard in prompt.shards]
+    assert await client.get_into("test", prompt.keys, buffers) == 4
+    assert buffers == prompt.shards
+    hit = await client.lookup("test", prompt.keys, ttl=5)
+    assert hit.lease is not None
+    assert await client.free_locks(hit.lease) == 4
+    assert [part.key async for part in client.chunks("test")] == prompt.keys
+    assert [entry.parts for entry in await client.namespaces()] == [4]
+    assert await client.health() == "SERVING"
+    assert (await client.evict(1)).parts == 1
+    assert await client.clear() == 3
+    assert (await client.status()).index.chunks == 0
+
+
+async def test_errors(client: kvdock.aio.Client, prompt: Any) -> None:
+    with pytest.raises(errors.UnknownNamespace):
+        await client.lookup("other", prompt.keys)
+    with pytest.raises(errors.UnknownNamespace):
+        await client.put("other", prompt.keys, prompt.shards)
+    with pytest.raises(errors.UnknownNamespace):
+        await client.get("other", prompt.keys)
+    with pytest.raises(errors.UnknownNamespace):
+        [part async for part in client.chunks("other")]
+    with pytest.raises(errors.WrongLength):
+        await client.put("test", prompt.keys, [b"short"] * 4)
+
+
+async def test_the_session(client: kvdock.aio.Client, prompt: Any) -> None:
+    async with await client.session("engine", role="tool") as session:
+        reservation = await session.reserve("test", prompt.keys)
+        for chunk, shard in zip(reservation.chunks, prompt.shards, strict=True):
+            assert chunk.location is not None
+            session.pool.view(chunk.location)[:] = shard
+        assert await session.commit(reservation) == [ChunkStatus.STORED] * 4
+        assert await session.abort(reservation) == 0
+        hit = await session.lookup("test", prompt.keys)
+        assert hit.lease is not None
+        chunks = await session.retrieve(hit.lease)
+        copies = [bytes(session.pool.view(chunk.location)) for chunk in chunks if chunk.location]
+        assert await session.free_locks(hit.lease) == 4
+        assert copies == prompt.shards
+        many = [session.lookup("test", prompt.keys[:n], probe=True) for n in (1, 2, 3, 4) * 20]
+        assert [hit.chunks for hit in await asyncio.gather(*many)] == [1, 2, 3, 4] * 20
+    assert session.lost == "the session was closed"
+    with pytest.raises(errors.SessionLost):
+        await session.lookup("test", prompt.keys)
+
+
+async def test_the_death_of_the_server(server: Any, client: kvdock.aio.Client, prompt: Any) -> None:
+    lost: list[str] = []
+    session = await client.session(on_lost=lost.append)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    pending = session.submit(cache_pb2.LookupRequest(namespace="test", keys=prompt.keys))
+    await asyncio.sleep(0.05)
+    server.kill()
+
+    with pytest.raises(errors.SessionLost):
+        await asyncio.wait_for(pending, 5)
+    assert lost == [session.lost]
+    await session.close()
+
+
+async def test_a_late_answer_is_undone(server: Any, client: kvdock.aio.Client, prompt: Any) -> None:
+    await client.put("test", prompt.keys, prompt.shards)
+    async with await client.session() as session:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(errors.DeadlineExceeded):
+                await session.lookup("test", prompt.keys, timeout=0.1)
+            with pytest.raises(errors.DeadlineExceeded):
+                await client.get("test", prompt.keys, timeout=0.1)
+            with pytest.raises(errors.DeadlineExceeded):
+                await client.put("test", prompt.keys, prompt.shards, timeout=0.1)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+
+        await session.submit(session_pb2.HeartbeatRequest())
+
+        async def no_locks() -> bool:
+            status = await client.status()
+            return status.counters.lookups == 1 and status.index.locks == 0
+
+        await wait_until(no_locks)
+
+
+async def test_heartbeats_and_a_server_that_stops_answering(
+    server: Any, client: kvdock.aio.Client
+) -> None:
+    lost: list[str] = []
+    async with await client.session(ttl=1, on_lost=lost.append) as session:
+        await asyncio.sleep(1.5)
+        assert session.alive
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(errors.SessionLost, match="did not answer for 1 s"):
+                await asyncio.wait_for(session.submit(session_pb2.HeartbeatRequest()), 5)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+    assert len(lost) == 1
+
+
+async def test_a_dropped_session_ends(client: kvdock.aio.Client) -> None:
+    session = await client.session()
+    del session
+    gc.collect()
+
+    async def none_open() -> bool:
+        return not (await client.status()).sessions
+
+    await wait_until(none_open)
+
+
+async def test_no_server(tmp_path: Any) -> None:
+    async with kvdock.aio.Client(f"unix://{tmp_path}/none.sock") as client:
+        for call in (client.status, client.session, client.health):
+            with pytest.raises(errors.Unavailable, match="kvdock serve"):
+                await call()
+
+
+def test_a_loop_that_stops_with_an_open_session_leaves_no_task(server: Any) -> None:
+    async def leave_it_open() -> None:
+        client = kvdock.aio.Client(server.address)
+        kept.append(await client.session())
+
+    kept: list[kvdock.aio.Session] = []
+    asyncio.run(leave_it_open())
+    assert not kept[0].alive

@@ -1,0 +1,307 @@
+"""The ``kvdock`` command against a real server, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdock.cli import main
+from kvdock.keys import chunk_keys
+
+TOKENS = list(range(1000, 1000 + 3 * 256 + 17))
+KEYS = chunk_keys(TOKENS, 256)
+SHARD_BYTES = 171 * 4096
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(3 * SHARD_BYTES))
+    return path
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(TOKENS))
+    return path
+
+
+def kvdock(
+    address: str, *arguments: str | Path, stdin: bytes = b"", **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvdock", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"KVDOCK_ADDRESS": address, "COLUMNS": "160"} | environment,
+    )
+
+
+def ok(address: str, *arguments: str | Path, stdin: bytes = b"") -> bytes:
+    done = kvdock(address, *arguments, stdin=stdin)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout
+
+
+def test_put_and_get_by_tokens_and_by_keys(
+    server: Any, data: Path, tokens: Path, tmp_path: Path
+) -> None:
+    at = server.address
+    assert ok(at, "put", "n", "--register", "--tokens", tokens, "--file", data) == b"3 stored\n"
+    hexes = [key.hex() for key in KEYS]
+    assert ok(at, "get", "n", *hexes) == data.read_bytes()
+    assert ok(at, "get", "n", "-", stdin="\n".join(hexes).encode()) == data.read_bytes()
+    out = tmp_path / "out"
+    ok(at, "get", "n", "--tokens", tokens, "--file", out)
+    assert out.read_bytes() == data.read_bytes()
+
+    answer = json.loads(ok(at, "put", "n", *hexes, "--json", stdin=data.read_bytes()))
+    assert answer == [{"key": key, "status": "exists"} for key in hexes]
+    spaced = " ".join(map(str, TOKENS)).encode()
+    found = json.loads(ok(at, "lookup", "n", "--tokens", "-", "--json", stdin=spaced))
+    assert (found["hit_chunks"], found["hit_tokens"], found["keys"]) == (3, 768, hexes)
+    assert b"3 of 3 chunks, 768 tokens" in ok(at, "lookup", "n", "--tokens", tokens)
+    status = json.loads(ok(at, "status", "--json"))
+    assert status["index"]["locks"] == 0
+
+
+def test_put_of_a_continuation_names_its_parent(server: Any, data: Path) -> None:
+    hexes = [key.hex() for key in KEYS]
+    half = len(data.read_bytes()) // 3
+    ok(server.address, "put", "n", "--register", hexes[0], stdin=data.read_bytes()[:half])
+    rest = data.read_bytes()[half:]
+
+    refused = kvdock(
+        server.address, "put", "n", *hexes[1:], "--parent", "00" * 31 + "01", stdin=rest
+    )
+    assert (refused.returncode, refused.stdout) == (1, b"2 parent_missing\n")
+    ok(server.address, "put", "n", *hexes[1:], "--parent", hexes[0], stdin=rest)
+    assert ok(server.address, "get", "n", *hexes) == data.read_bytes()
+
+
+def test_listings(server: Any, data: Path, tokens: Path) -> None:
+    at = server.address
+    ok(at, "put", "n", "--register", "--tokens", tokens, "--file", data)
+
+    [entry] = json.loads(ok(at, "ls", "--json"))
+    assert (entry["name"], entry["parts"]) == ("n", 3)
+    assert entry["bytes"] == 3 * SHARD_BYTES
+    [group] = entry["groups"]
+    assert (group["group_idx"], group["kind"]) == (None, "full_attention")
+    assert group["shard_bytes"] == [SHARD_BYTES]
+    parts = json.loads(ok(at, "ls", "n", "--json"))
+    assert [part["key"] for part in parts] == [key.hex() for key in KEYS]
+    assert b"2.0 MiB" in ok(at, "ls")
+    assert ok(at, "ls", "n").decode().splitlines()[1].split() == [
+        KEYS[0].hex(),
+        *("-", "1", "684.0", "KiB", "0"),
+    ]
+
+    assert ok(at, "clear", "n") == b"3 parts cleared\n"
+    assert json.loads(ok(at, "clear", "--all", "--json")) == {"parts": 0}
+    assert ok(at, "ls", "n") == b"nothing stored\n"
+    assert json.loads(ok(at, "ls", "n", "--json")) == []
+
+
+def test_status_shows_pool_and_sessions(server: Any) -> None:
+    import kvdock as library
+
+    with library.Client(server.address) as client, client.session("engine-7", role="scheduler"):
+        shown = ok(server.address, "status").decode()
+        answer = json.loads(ok(server.address, "status", "--json"))
+
+    assert "64.0 MiB" in shown
+    assert "engine-7" in shown
+    assert answer["pool"]["total_bytes"] == 64 << 20
+    assert [session["role"] for session in answer["sessions"]] == ["scheduler"]
+    assert isinstance(answer["epoch"], str)
+
+
+def test_a_miss_leaves_the_old_file_alone(server: Any, data: Path, tmp_path: Path) -> None:
+    hexes = [key.hex() for key in KEYS]
+    ok(server.address, "put", "n", "--register", *hexes, "--file", data)
+    old = tmp_path / "old"
+    old.write_text("old")
+
+    missed = kvdock(server.address, "get", "n", "ab" * 32, "--file", old)
+    assert missed.returncode == 1
+    assert old.read_text() == "old"
+
+    part = kvdock(server.address, "get", "n", hexes[0], "ab" * 32, "--file", old, "--json")
+    assert part.returncode == 1
+    assert json.loads(part.stdout) == {"chunks": 2, "found": 1, "bytes": SHARD_BYTES}
+    assert b"wrote the 1 chunks before it" in part.stderr
+    assert old.read_bytes() == data.read_bytes()[:SHARD_BYTES]
+
+
+MISTAKES = [
+    (["lookup", "n", "xyz"], 2, "not hexadecimal"),
+    (["lookup", "n", "abcd"], 2, "a key has 64"),
+    (["lookup", "n"], 2, "either keys or --tokens"),
+    (["lookup", "n", "--tokens", "/nowhere"], 2, "cannot read /nowhere: No such file"),
+    (["lookup", "n", "--tokens", "/dev/null", "--chunk-tokens", "4"], 2, "0 tokens"),
+    (["lookup", "n", "ab" * 32], 1, "not registered"),
+    (["ls", "n"], 1, "not registered"),
+    (["clear", "n"], 1, "not registered"),
+    (["clear"], 2, "NAMESPACE"),
+    (["clear", "n", "--all"], 2, "NAMESPACE"),
+    (["put", "n", "ab" * 32, "--register", "--file", "/dev/null"], 2, "0 bytes cannot be parted"),
+    (["put", "n", "--tokens", "-"], 2, "both"),
+    (["get", "n", "ab" * 32, "--json"], 2, "--file"),
+    (["status", "--address", "nonsense"], 2, "nonsense"),
+]
+
+
+def test_what_cannot_be_done_is_said(
+    server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVDOCK_ADDRESS", server.address)
+
+    for arguments, status, message in MISTAKES:
+        assert main(arguments) == status, arguments
+        assert message in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(server: Any, data: Path, tokens: Path) -> None:
+    ok(server.address, "put", "n", "--register", "--tokens", tokens, "--file", data)
+    line = f"{sys.executable} -m kvdock get n --tokens {tokens} | head -c 1 | wc -c"
+
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"KVDOCK_ADDRESS": server.address},
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, b"1", b"")
+
+
+def test_serve_becomes_the_server(tmp_path: Path) -> None:
+    shown = ok("", "serve", "--help").decode()
+    assert "--memory" in shown
+    assert len(shown.splitlines()) <= 24
+
+    socket = tmp_path / "k.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvdock", "serve", "--memory", "8MiB", "--listen", str(socket)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert "serving at" in process.stderr.readline()
+    assert json.loads(ok(f"unix://{socket}", "status", "--json"))["pid"] == process.pid
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def test_a_bar_appears_once_it_takes_over_a_second() -> None:
+    def shown(seconds: float) -> str:
+        code = (
+            "import time; from kvdock.cli.output import transfer_bar\n"
+            "with transfer_bar('put', 100) as advance:\n"
+            f"    advance(20); time.sleep({seconds}); advance(30)\n"
+        )
+        leader, follower = pty.openpty()
+        subprocess.run([sys.executable, "-c", code], stderr=follower, timeout=30, check=True)
+        os.close(follower)
+        text = b""
+        try:
+            while part := os.read(leader, 4096):
+                text += part
+        except OSError:
+            # How Linux tells that the other end of a terminal is closed.
+            pass
+        os.close(leader)
+        return text.decode()
+
+    assert shown(0.1) == ""
+    assert "50/100 bytes" in shown(1.1)
+
+
+def test_importing_the_library_is_light() -> None:
+    code = "import kvdock, kvdock.aio, sys; print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+
+    assert not {"rich", "numpy", "torch", "kvdock_server", "kvdock.cli"} & set(modules)
+
+
+@pytest.fixture
+def doctor(server: Any) -> Any:
+    def run(address: str = "", **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
+        done = kvdock(address or server.address, "doctor", "--json", **environment)
+        assert not done.stderr, done.stderr.decode()
+        return done.returncode, {entry["subject"]: entry for entry in json.loads(done.stdout)}
+
+    return run
+
+
+def test_doctor_finds_nothing_wrong_where_nothing_is(server: Any, doctor: Any) -> None:
+    status, findings = doctor()
+
+    assert status == 0
+    assert not [entry for entry in findings.values() if entry["verdict"] == "broken"]
+    for subject in ("socket", "server", "version", "pool mapping", "/dev/shm", "grpcio"):
+        assert findings[subject]["verdict"] == "ok"
+    assert b"pool mapping" in ok(server.address, "doctor")
+
+
+def test_doctor_and_sockets(server: Any, doctor: Any, tmp_path: Path) -> None:
+    status, findings = doctor(f"unix://{tmp_path}/none.sock")
+    assert status == 1
+    assert "does not exist" in findings["socket"]["text"]
+    assert "kvdock serve" in findings["socket"]["advice"]
+
+    (tmp_path / "file").touch()
+    status, findings = doctor(f"unix://{tmp_path}/file")
+    assert "no socket" in findings["socket"]["text"]
+
+    server.kill()
+    status, findings = doctor()
+    assert status == 1
+    assert "nobody listens" in findings["socket"]["text"]
+    assert findings["server"]["verdict"] == "broken"
+
+
+def test_doctor_and_a_server_that_hangs(server: Any) -> None:
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        done = kvdock(server.address, "doctor", "--timeout", "0.5")
+        assert time.monotonic() - began < 10
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    assert done.returncode == 1
+    assert "did not answer in time" in done.stdout.decode()
+
+
+def test_doctor_and_proxies(doctor: Any) -> None:
+    _, findings = doctor(http_proxy="http://127.0.0.1:1")
+    assert findings["proxy"]["verdict"] == "note"
+
+    _, findings = doctor("192.0.2.1:1", http_proxy="http://127.0.0.1:1", no_proxy="")
+    assert findings["proxy"]["verdict"] == "warning"
+    assert "add 192.0.2.1 to no_proxy" in findings["proxy"]["advice"]
+
+    _, findings = doctor("192.0.2.1:1", http_proxy="http://127.0.0.1:1", no_proxy="192.0.2.1")
+    assert findings["proxy"]["verdict"] == "ok"
+
+
+def test_doctor_and_plugins_that_are_filtered_out(doctor: Any) -> None:
+    status, findings = doctor(VLLM_PLUGINS="another")
+    if "vLLM plugin" in findings:
+        assert status == 1
+        assert "add kvdock to VLLM_PLUGINS" in findings["vLLM plugin"]["advice"]

@@ -1,0 +1,91 @@
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+
+from kvdock import errors
+from kvdock.v1 import types_pb2
+
+TYPES_PROTO = Path(__file__).parents[2] / "proto/kvdock/v1/types.proto"
+
+
+class FailedCall(grpc.RpcError):
+    """What gRPC raises, as far as the mapping looks at it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, info: ErrorInfo | None = None) -> None:
+        self._code, self._details, self._info = code, details, info
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> list[tuple[str, bytes | str]]:
+        if self._info is None:
+            return [("other", "text")]
+        packed = Any()
+        packed.Pack(self._info)
+        return [("grpc-status-details-bin", Status(details=[packed]).SerializeToString())]
+
+
+def test_every_reason_of_the_protocol_has_a_class() -> None:
+    comment = TYPES_PROTO.read_text().split("// For programs. One of")[1].split("string reason")[0]
+    reasons = re.findall(r"//\s{3}([A-Z_]+)\s", comment)
+
+    assert set(reasons) == set(errors.CLASS_OF_REASON)
+
+
+@pytest.mark.parametrize("reason", sorted(errors.CLASS_OF_REASON))
+def test_the_reason_decides_on_both_ways(reason: str) -> None:
+    cls = errors.CLASS_OF_REASON[reason]
+    code = cls.default_code
+
+    call = errors.from_rpc_error(
+        FailedCall(code, "what to do", ErrorInfo(domain="kvdock", reason=reason)), "host:1"
+    )
+    stream = errors.from_stream_error(
+        types_pb2.Error(code=code.value[0], message="what to do", reason=reason)
+    )
+
+    for error in (call, stream):
+        assert type(error) is cls
+        assert (error.code, error.reason) == (code, reason)
+        assert "what to do" in str(error)
+
+
+def test_without_a_reason_the_code_decides() -> None:
+    def of(code: grpc.StatusCode) -> errors.KVDockError:
+        return errors.from_rpc_error(FailedCall(code, "text"), "host:1")
+
+    assert type(of(grpc.StatusCode.UNAVAILABLE)) is errors.Unavailable
+    assert type(of(grpc.StatusCode.DEADLINE_EXCEEDED)) is errors.DeadlineExceeded
+    assert type(of(grpc.StatusCode.INVALID_ARGUMENT)) is errors.InvalidArgument
+    assert type(of(grpc.StatusCode.RESOURCE_EXHAUSTED)) is errors.ServerError
+
+
+def test_a_reason_of_another_domain_is_not_ours() -> None:
+    info = ErrorInfo(domain="example.com", reason="UNKNOWN_NAMESPACE")
+
+    error = errors.from_rpc_error(FailedCall(grpc.StatusCode.NOT_FOUND, "text", info), "host:1")
+
+    assert type(error) is errors.ServerError
+
+
+def test_no_server_says_where_it_was_sought_and_what_to_do() -> None:
+    failed = FailedCall(
+        grpc.StatusCode.UNAVAILABLE,
+        "failed to connect to all addresses; last error: UNKNOWN: unix:/k.sock: connect failed: "
+        "addr: unix:/k.sock error: No such file or directory",
+    )
+
+    message = errors.from_rpc_error(failed, "unix:///k.sock").message
+
+    assert message == (
+        "no KVDock server answers at unix:///k.sock: No such file or directory. Start one with "
+        "`kvdock serve`, or say where it is with KVDOCK_ADDRESS"
+    )

@@ -1,0 +1,313 @@
+"""The session against a real server."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import kvdock
+from kvdock import errors
+from kvdock.types import ChunkStatus
+from kvdock.v1 import cache_pb2, session_pb2
+
+
+@pytest.fixture
+def client(server: Any, namespace: kvdock.Namespace) -> Iterator[kvdock.Client]:
+    with kvdock.Client(server.address) as client:
+        client.register_namespace(namespace)
+        yield client
+
+
+@pytest.fixture
+def session(client: kvdock.Client) -> Iterator[kvdock.Session]:
+    with client.session("engine") as session:
+        yield session
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def store(session: kvdock.Session, prompt: Any) -> None:
+    """Stores the prompt in shared mode."""
+    reservation = session.reserve(prompt.namespace, prompt.keys)
+    for chunk, shard in zip(reservation.chunks, prompt.shards, strict=True):
+        assert chunk.location is not None
+        session.pool.view(chunk.location)[:] = shard
+    assert session.commit(reservation) == [ChunkStatus.STORED] * len(prompt.keys)
+
+
+def test_shared_mode_from_reserve_to_the_copy_back(session: kvdock.Session, prompt: Any) -> None:
+    store(session, prompt)
+    assert session.reserve("test", prompt.keys).id == 0
+
+    hit = session.lookup("test", prompt.keys)
+    assert hit.lease is not None
+    chunks = session.retrieve(hit.lease)
+    copies = [bytes(session.pool.view(chunk.location)) for chunk in chunks if chunk.location]
+    assert session.free_locks(hit.lease) == 4
+    assert copies == prompt.shards
+    with pytest.raises(errors.UnknownLease):
+        session.retrieve(999)
+
+
+def test_an_abort_gives_memory_back(
+    client: kvdock.Client, session: kvdock.Session, prompt: Any
+) -> None:
+    reservation = session.reserve("test", prompt.keys)
+    assert session.commit(reservation, [0]) == [ChunkStatus.STORED]
+
+    assert session.abort(reservation) == 3
+    assert session.abort(reservation) == 0
+    with pytest.raises(errors.UnknownReservation):
+        session.commit(reservation)
+    assert client.status().pool.reserved_bytes == 0
+
+
+def test_what_the_server_said_at_the_start(client: kvdock.Client, session: kvdock.Session) -> None:
+    status = client.status()
+
+    assert session.epoch == status.epoch
+    assert session.server_version == status.version
+    assert session.chunk_tokens == status.chunk_tokens
+    assert [entry.session_id for entry in status.sessions] == [session.id]
+    assert (session.alive, session.lost) == (True, None)
+
+
+def test_submit_does_not_block_and_brings_the_message(session: kvdock.Session) -> None:
+    futures = [
+        session.submit(cache_pb2.LookupRequest(namespace="test", keys=[os.urandom(32)]))
+        for _ in range(200)
+    ]
+
+    assert {future.result(5).hit_chunks for future in futures} == {0}
+    with pytest.raises(errors.UnknownNamespace):
+        session.submit(cache_pb2.LookupRequest(namespace="other", keys=[bytes(32)])).result(5)
+    with pytest.raises(TypeError):
+        session.submit(cache_pb2.PutOpen())
+    # The stream goes on after each of them.
+    assert session.submit(session_pb2.HeartbeatRequest()).result(5).epoch == session.epoch
+
+
+def test_many_threads_share_a_session(session: kvdock.Session, prompt: Any) -> None:
+    store(session, prompt)
+    wrong: list[kvdock.Hit] = []
+
+    def look_up() -> None:
+        for length in (1, 2, 3, 4) * 10:
+            hit = session.lookup("test", prompt.keys[:length], probe=True)
+            wrong.extend([] if hit.chunks == length else [hit])
+
+    threads = [threading.Thread(target=look_up) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_the_death_of_the_server_fails_what_is_pending(
+    server: Any, client: kvdock.Client, prompt: Any
+) -> None:
+    lost: list[tuple[str, str]] = []
+    session = client.session(
+        on_lost=lambda why: lost.append((why, threading.current_thread().name))
+    )
+    view = session.pool.view(kvdock.Location(0, 0, 8))
+    os.kill(server.process.pid, signal.SIGSTOP)
+    pending = session.submit(cache_pb2.LookupRequest(namespace="test", keys=prompt.keys))
+    server.kill()
+
+    with pytest.raises(errors.SessionLost):
+        pending.result(5)
+    wait_until(lambda: lost)
+    assert not session.alive
+    assert [(session.lost, "kvdock-session")] == lost
+    with pytest.raises(errors.SessionLost):
+        session.lookup("test", prompt.keys)
+    view[:] = b"no fault"
+    session.close()
+    assert len(lost) == 1
+
+
+def test_another_session_after_a_restart(server: Any, client: kvdock.Client) -> None:
+    with client.session() as session:
+        server.restart()
+        wait_until(lambda: not session.alive)
+        with client.session() as another:
+            assert another.epoch != session.epoch
+
+
+def test_draining_is_told_as_the_reason(server: Any, client: kvdock.Client) -> None:
+    lost: list[str] = []
+    with client.session(on_lost=lost.append) as session:
+        server.stop()
+        wait_until(lambda: lost)
+        assert not session.alive
+
+
+def test_close_releases_everything_and_fails_what_is_pending(
+    server: Any, client: kvdock.Client, prompt: Any
+) -> None:
+    lost: list[str] = []
+    session = client.session(on_lost=lost.append)
+    client.put("test", prompt.keys, prompt.shards)
+    assert session.lookup("test", prompt.keys).lease is not None
+    session.reserve("test", [os.urandom(32)])
+    os.kill(server.process.pid, signal.SIGSTOP)
+    pending = session.submit(session_pb2.HeartbeatRequest())
+    try:
+        began = time.monotonic()
+        session.close()
+        session.close()
+        assert time.monotonic() - began < 2
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+    with pytest.raises(errors.SessionLost, match="closed"):
+        pending.result(0)
+    with pytest.raises(errors.SessionLost, match="closed"):
+        session.lookup("test", prompt.keys)
+    status = client.status
+    wait_until(lambda: not status().sessions)
+    assert status().index.locks == 0
+    assert status().pool.reserved_bytes == 0
+    assert lost == []
+
+
+def test_a_dropped_session_ends(client: kvdock.Client) -> None:
+    lost: list[str] = []
+    session = client.session(on_lost=lost.append)
+    future = session.submit(session_pb2.HeartbeatRequest())
+    future.result(5)
+
+    del session
+    gc.collect()
+
+    wait_until(lambda: not client.status().sessions)
+    wait_until(lambda: not [thread for thread in threading.enumerate() if "kvdock" in thread.name])
+    assert lost == []
+
+
+def test_a_late_answer_is_undone(server: Any, client: kvdock.Client, prompt: Any) -> None:
+    client.put("test", prompt.keys, prompt.shards)
+    with client.session() as session:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(errors.DeadlineExceeded, match="LookupRequest"):
+                session.lookup("test", prompt.keys, timeout=0.1)
+            reserving = session.submit(
+                cache_pb2.ReserveRequest(namespace="test", keys=[os.urandom(32)])
+            )
+            assert reserving.cancel()
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+
+        session.submit(session_pb2.HeartbeatRequest()).result(5)
+        wait_until(lambda: client.status().index.locks == 0)
+        wait_until(lambda: client.status().pool.reserved_bytes == 0)
+        assert client.status().counters.lookups == 1
+
+
+def test_heartbeats_keep_a_silent_session_alive(client: kvdock.Client, prompt: Any) -> None:
+    client.put("test", prompt.keys, prompt.shards)
+    with client.session(ttl=1) as session:
+        assert session.lookup("test", prompt.keys).lease is not None
+        time.sleep(2.5)
+        assert session.alive
+        assert client.status().index.locks == 4
+
+
+def test_a_server_that_stops_answering_is_given_up(server: Any, client: kvdock.Client) -> None:
+    lost: list[str] = []
+    with client.session(ttl=1, on_lost=lost.append) as session:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            pending = session.submit(session_pb2.HeartbeatRequest())
+            with pytest.raises(errors.SessionLost, match="did not answer for 1 s"):
+                pending.result(5)
+            wait_until(lambda: lost)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+
+
+def test_a_process_that_was_stopped_too_long_learns_it(
+    server: Any, client: kvdock.Client, prompt: Any
+) -> None:
+    parent_end, child_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            lost: list[str] = []
+            child = kvdock.Client(server.address)
+            session = child.session(ttl=1, on_lost=lost.append)
+            os.write(child_end, b"x")
+            wait_until(lambda: lost, 15)
+            try:
+                session.lookup("test", prompt.keys)
+            except errors.SessionExpired:
+                # The stream stays for as long as copies into reserved memory may run.
+                time.sleep(2)
+                status = 0 if child.status().sessions and not session.alive else 2
+        finally:
+            os._exit(status)
+    os.read(parent_end, 1)
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: any(entry.expired for entry in client.status().sessions))
+    os.kill(pid, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_fork_is_told_to_open_its_own(session: kvdock.Session, prompt: Any) -> None:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            session.lookup("test", prompt.keys)
+        except errors.SessionLost as error:
+            status = 0 if "fork" in error.message else 2
+        finally:
+            os._exit(status)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert session.lookup("test", prompt.keys).chunks == 0
+
+
+def test_an_open_that_is_refused_says_why(client: kvdock.Client) -> None:
+    with pytest.raises(errors.InvalidArgument):
+        client.session("x" * 300)
+    with pytest.raises(errors.InvalidArgument):
+        client.session(ttl=0.01)
+
+
+def test_closing_the_client_closes_its_sessions(server: Any) -> None:
+    client = kvdock.Client(server.address)
+    session = client.session()
+    client.close()
+
+    assert session.lost == "the session was closed"
+
+
+def test_a_callback_that_raises_or_closes_harms_nothing(
+    server: Any, client: kvdock.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def on_lost(why: str) -> None:
+        session.close()
+        raise RuntimeError("of the caller")
+
+    session = client.session(on_lost=on_lost)
+    server.kill()
+
+    wait_until(lambda: "of the caller" in caplog.text)
+    wait_until(lambda: not [thread for thread in threading.enumerate() if "kvdock" in thread.name])

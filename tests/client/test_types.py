@@ -1,0 +1,42 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdock.types import ChunkStatus, Group, GroupKind, Hit, Lease, Namespace
+from kvdock.v1 import cache_pb2
+
+groups = st.builds(
+    Group,
+    kind=st.sampled_from(GroupKind),
+    group_idx=st.none() | st.integers(0, 63),
+    window_tokens=st.integers(0, 2**20),
+    shard_bytes=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+)
+namespaces = st.builds(
+    Namespace,
+    name=st.text("abc", min_size=1),
+    chunk_tokens=st.integers(1, 65_536),
+    kv_world_size=st.integers(1, 4_096),
+    groups=st.lists(groups, min_size=1, max_size=4).map(tuple),
+    labels=st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3),
+)
+
+
+@given(namespaces)
+def test_a_namespace_survives_the_wire(namespace: Namespace) -> None:
+    wire = namespace.to_proto().SerializeToString()
+
+    assert Namespace.from_proto(type(namespace.to_proto()).FromString(wire)) == namespace
+
+
+def test_no_group_and_group_0_differ() -> None:
+    assert Group.from_proto(Group((1,), group_idx=None).to_proto()).group_idx is None
+    assert Group.from_proto(Group((1,), group_idx=0).to_proto()).group_idx == 0
+
+
+def test_a_miss_has_no_lease() -> None:
+    assert Hit.from_proto(cache_pb2.LookupResponse(epoch=7)) == Hit(7, 0, None, ())
+    assert Hit.from_proto(cache_pb2.LookupResponse(epoch=7, lease_id=3)).lease == Lease(3, 7)
+
+
+def test_an_outcome_of_a_newer_server_is_no_success() -> None:
+    assert ChunkStatus(99) is ChunkStatus.UNSPECIFIED
