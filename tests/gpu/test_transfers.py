@@ -1,0 +1,373 @@
+"""Bytes between two processes' GPU memory and the pool: exact, in order, and safe in every end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdock_server.transfer import (
+    DeviceAllocation,
+    DeviceMemoryError,
+    GpuTransfers,
+    GroupLayout,
+    LayoutError,
+    Registration,
+    TransferFailedError,
+)
+from kvdock_server.transfer.driver import load_driver
+
+pytestmark = pytest.mark.gpu
+
+LAYOUTS = [
+    "kv_first",
+    "block_first",
+    "permuted",
+    "layer_major",
+    "block_major",
+    "padded",
+    "latent",
+    "kernel_blocks",
+]
+AsServerTypes = Callable[[Any], tuple[list[DeviceAllocation], dict[int | None, GroupLayout]]]
+
+
+async def register(
+    transfers: GpuTransfers, worker: Any, as_server_types: AsServerTypes, blocks_per_chunk: int = 4
+) -> tuple[Registration, GroupLayout]:
+    allocations, groups = as_server_types(worker.export(blocks_per_chunk))
+    return await transfers.register(allocations, groups), groups[None]
+
+
+def block_rows(pool: Any, layout: GroupLayout, slots: list[int]) -> np.ndarray[Any, Any]:
+    """The pool's bytes of the chunks at ``slots``, a row for each block."""
+    rows = [pool.bytes[slot : slot + layout.chunk_bytes] for slot in slots]
+    return np.concatenate(rows).reshape(-1, layout.block_bytes)
+
+
+async def round_trip(
+    pool: Any,
+    transfers: GpuTransfers,
+    worker: Any,
+    as_server_types: AsServerTypes,
+    *,
+    blocks: int,
+    blocks_per_chunk: int = 4,
+    order: str = "random",
+) -> dict[tuple[str, str], int]:
+    """Store random blocks, load them into others, and compare every byte of the cache."""
+    registration, layout = await register(transfers, worker, as_server_types, blocks_per_chunk)
+    rng = np.random.default_rng(3)
+    chunks = blocks // 2 // blocks_per_chunk
+    ids = rng.permutation(blocks) if order == "random" else np.arange(blocks)
+    source = ids[: chunks * blocks_per_chunk].tolist()
+    skip = blocks_per_chunk - 1
+    target = ids[len(source) :][: len(source) - skip].tolist()
+    step = -(-layout.chunk_bytes // 4096) * 4096
+    slots = [4096 + step * int(slot) for slot in rng.permutation(chunks)]
+    pool.bytes[: slots[0] + (chunks + 1) * step] = 0xEE
+
+    await registration.store(None, source, slots, worker.done_event())
+    before = worker.blocks(list(range(blocks)))
+    np.testing.assert_array_equal(block_rows(pool, layout, slots), before[source])
+    assert (pool.bytes[:4096] == 0xEE).all()
+
+    await registration.retrieve(None, target, slots, skip, worker.done_event())
+    expected = before.copy()
+    expected[target] = before[source[skip:]]
+    np.testing.assert_array_equal(worker.blocks(list(range(blocks))), expected)
+
+    copied = dict(transfers.stats().devices[0].copied_bytes)
+    await registration.close()
+    return copied
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8", "uint8"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_every_layout(
+    pool: Any,
+    transfers: GpuTransfers,
+    shared_worker: Any,
+    as_server_types: AsServerTypes,
+    layout: str,
+    dtype: str,
+) -> None:
+    shared_worker.make(layout, dtype, 5, 64, 4096)
+    for order in ("random", "consecutive"):
+        await round_trip(pool, transfers, shared_worker, as_server_types, blocks=64, order=order)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8", "uint8"])
+@pytest.mark.parametrize("nbytes", [64, 4096, 1 << 20, 64 << 20])
+async def test_tensors_inside_an_allocation_at_odd_offsets(
+    pool: Any,
+    transfers: GpuTransfers,
+    shared_worker: Any,
+    as_server_types: AsServerTypes,
+    nbytes: int,
+    dtype: str,
+) -> None:
+    item = {"bf16": 2, "fp8": 1, "uint8": 1}[dtype]
+    offsets = [3 * item, 3 * item + nbytes + 5 * item, 3 * item + 3 * nbytes + 7 * item]
+    shared_worker.make_inside(dtype, offsets, 8, nbytes // 8)
+    await round_trip(pool, transfers, shared_worker, as_server_types, blocks=8, blocks_per_chunk=2)
+
+
+@pytest.mark.parametrize("page", [64 << 10, 2064, 1032, 1004, 1002, 1001])
+async def test_staged_blocks_of_every_alignment(
+    pool: Any,
+    transfers: GpuTransfers,
+    shared_worker: Any,
+    as_server_types: AsServerTypes,
+    page: int,
+) -> None:
+    pytest.importorskip("cupy")
+    blocks = 4 * (((140 << 20) // (7 * page)) // 4)
+    span = blocks * page
+    shared_worker.make_inside(
+        "uint8", [16 * 11 + i * (span + 16 * i) for i in range(7)], blocks, page
+    )
+    copied = await round_trip(pool, transfers, shared_worker, as_server_types, blocks=blocks)
+    staged = {direction for direction, kind in copied if kind == "ScatteredBlocks"}
+    assert staged == {"store", "load"}
+
+
+async def test_parts_of_the_pool_that_are_not_pinned(
+    pool: Any, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    transfers = GpuTransfers(pool.address, len(pool.bytes))
+    for layout in ("block_major", "layer_major"):
+        shared_worker.make(layout, "bf16", 32, 64, 16384)
+        await round_trip(pool, transfers, shared_worker, as_server_types, blocks=64)
+    assert transfers.stats().pinned_bytes == 0
+    await transfers.close()
+
+
+async def test_the_pool_is_pinned_once_a_worker_came(
+    pool: Any, transfers: GpuTransfers, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    assert transfers.stats().pinned_bytes == 0
+    shared_worker.make("block_major", "bf16", 2, 8, 4096)
+    registration, _ = await register(transfers, shared_worker, as_server_types)
+    for _ in range(200):
+        if transfers.stats().pinned_bytes == len(pool.bytes):
+            break
+        await asyncio.sleep(0.01)
+    assert transfers.stats().pinned_bytes == len(pool.bytes)
+    assert transfers.stats().pin_refused == ""
+    await registration.close()
+
+
+async def test_a_store_waits_for_the_kernel_that_writes(
+    pool: Any, transfers: GpuTransfers, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    shared_worker.make("block_first", "bf16", 4, 16, 4096)
+    registration, layout = await register(transfers, shared_worker, as_server_types)
+    await registration.store(None, range(16), [i * layout.chunk_bytes for i in range(4)])
+    started = time.monotonic()
+    event = shared_worker.write_late(500, 7)
+    await registration.store(None, range(16), [i * layout.chunk_bytes for i in range(4)], event)
+    assert time.monotonic() - started > 0.3
+    written = block_rows(pool, layout, [i * layout.chunk_bytes for i in range(4)])
+    np.testing.assert_array_equal(written, shared_worker.blocks(list(range(16))))
+    await registration.close()
+
+
+async def test_a_retrieve_does_not_overtake_the_kernel_that_reads(
+    pool: Any, transfers: GpuTransfers, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    shared_worker.make("block_first", "bf16", 4, 16, 4096)
+    registration, layout = await register(transfers, shared_worker, as_server_types)
+    before = shared_worker.blocks(list(range(16)))
+    slots = [i * layout.chunk_bytes for i in range(4)]
+    pool.bytes[: 4 * layout.chunk_bytes] = 0x55
+    event = shared_worker.read_late(500)
+    await registration.retrieve(None, range(16), slots, 0, event)
+    np.testing.assert_array_equal(shared_worker.snapshot_blocks(list(range(16))), before)
+    assert (shared_worker.blocks(list(range(16))) == 0x55).all()
+    await registration.close()
+
+
+async def test_what_waits_for_a_kernel_holds_nobody_up(
+    pool: Any, transfers: GpuTransfers, start_worker: Any, shared_worker: Any, as_server_types: Any
+) -> None:
+    """The waiting worker has a process of its own: its long kernel stops its own orders too."""
+    other = start_worker()
+    for worker in (shared_worker, other):
+        worker.make("block_major", "bf16", 4, 16, 4096)
+    one, _ = await register(transfers, shared_worker, as_server_types)
+    two, _ = await register(transfers, other, as_server_types)
+    event = other.write_late(500, 1)
+    waiting = asyncio.create_task(two.store(None, range(4), [1 << 20], event))
+    started = time.monotonic()
+    await one.store(None, range(4), [0])
+    assert time.monotonic() - started < 0.3
+    assert not waiting.done()
+    await waiting
+    await one.close()
+    await two.close()
+
+
+async def test_a_cancelled_store_writes_nothing_later(
+    pool: Any, transfers: GpuTransfers, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    shared_worker.make("block_major", "bf16", 32, 256, 32768)
+    registration, layout = await register(transfers, shared_worker, as_server_types, 16)
+    slots = [i * layout.chunk_bytes for i in range(15)]
+    task = asyncio.create_task(registration.store(None, range(240), slots))
+    await asyncio.sleep(0.002)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    pool.bytes[:] = 0xAA
+    await asyncio.sleep(0.1)
+    assert (pool.bytes == 0xAA).all()
+    await registration.store(None, range(240), slots)  # and the lane goes on
+    await registration.close()
+
+
+async def test_a_store_that_waits_for_a_hung_kernel_ends_with_its_registration(
+    transfers: GpuTransfers, start_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    worker = start_worker()
+    worker.make("block_major", "bf16", 4, 16, 4096)
+    registration, _ = await register(transfers, worker, as_server_types)
+    event = worker.write_late(3000, 1)
+    task = asyncio.create_task(registration.store(None, range(4), [0], event))
+    await asyncio.sleep(0.05)
+    started = time.monotonic()
+    await registration.close()
+    assert time.monotonic() - started < 2
+    with pytest.raises(TransferFailedError, match="cancelled"):
+        await task
+
+
+@pytest.mark.parametrize("when", ["copying", "waiting for its kernel"])
+async def test_a_killed_worker_leaves_its_memory(
+    pool: Any,
+    transfers: GpuTransfers,
+    start_worker: Any,
+    shared_worker: Any,
+    as_server_types: AsServerTypes,
+    when: str,
+) -> None:
+    shared_worker.make("block_major", "bf16", 2, 8, 4096)
+    neighbour, _ = await register(transfers, shared_worker, as_server_types)
+    driver = load_driver()
+    driver.set_current(driver.retain_context(0))
+    free_before, _ = driver.memory_info()
+
+    worker = start_worker()
+    worker.make("layer_major", "bf16", 32, 2048, 65536)  # 4 GiB
+    registration, layout = await register(transfers, worker, as_server_types, 16)
+    slots = [i % 12 * layout.chunk_bytes for i in range(128)]
+    event = b"" if when == "copying" else worker.write_late(2000, 1)
+    task = asyncio.create_task(registration.store(None, range(2048), slots, event))
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    worker.kill()
+    killed = time.monotonic()
+    await asyncio.sleep(0.05)
+    await registration.close()
+    with pytest.raises(TransferFailedError):
+        await task
+    while driver.memory_info()[0] < free_before - (64 << 20):
+        assert time.monotonic() - killed < 10, (driver.memory_info(), free_before)
+        await asyncio.sleep(0.05)
+    await neighbour.store(None, range(4), [0])
+    np.testing.assert_array_equal(
+        block_rows(pool, neighbour._worker.groups[None].planner.layout, [0]),
+        shared_worker.blocks(list(range(4))),
+    )
+    await neighbour.close()
+
+
+async def test_the_same_memory_registered_twice(
+    pool: Any, transfers: GpuTransfers, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    shared_worker.make("block_first", "bf16", 4, 16, 4096)
+    first, layout = await register(transfers, shared_worker, as_server_types)
+    second, _ = await register(transfers, shared_worker, as_server_types)
+    mapped = transfers.stats().devices[0].mapped_bytes
+    await first.close()
+    await first.close()
+    assert transfers.stats().devices[0].mapped_bytes == mapped
+    with pytest.raises(DeviceMemoryError, match="not registered any more"):
+        await first.store(None, range(4), [0])
+    await second.store(None, range(4), [0])
+    rows = block_rows(pool, layout, [0])
+    np.testing.assert_array_equal(rows, shared_worker.blocks(list(range(4))))
+    await second.close()
+    assert transfers.stats().devices[0].mapped_bytes == 0
+
+
+async def test_another_server_opens_the_same_memory_after_the_first(
+    pool: Any, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    shared_worker.make("block_major", "bf16", 4, 16, 4096)
+    for _ in range(2):
+        transfers = GpuTransfers(pool.address, len(pool.bytes))
+        transfers.faulted(0, len(pool.bytes))
+        await round_trip(pool, transfers, shared_worker, as_server_types, blocks=16)
+        await transfers.close()
+
+
+async def test_a_device_that_is_not_visible_is_named(
+    transfers: GpuTransfers, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    shared_worker.make("block_major", "bf16", 1, 8, 4096)
+    allocations, groups = as_server_types(shared_worker.export(4))
+    elsewhere = [DeviceAllocation(a.ipc_handle, a.nbytes, bytes(16)) for a in allocations]
+    with pytest.raises(DeviceMemoryError, match=r"GPU-00000000-.* is not visible to the server"):
+        await transfers.register(elsewhere, groups)
+
+
+async def test_descriptions_that_lie_are_refused(
+    transfers: GpuTransfers, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    shared_worker.make("block_major", "bf16", 1, 8, 4096)
+    allocations, groups = as_server_types(shared_worker.export(4))
+    larger = [
+        DeviceAllocation(a.ipc_handle, a.nbytes + (1 << 30), a.device_uuid) for a in allocations
+    ]
+    with pytest.raises(LayoutError, match="take its size from cuMemGetAddressRange"):
+        await transfers.register(larger, groups)
+    garbage = [DeviceAllocation(bytes(64), a.nbytes, a.device_uuid) for a in allocations]
+    with pytest.raises(DeviceMemoryError, match="cannot be opened"):
+        await transfers.register(garbage, groups)
+    assert transfers.stats().devices[0].mapped_bytes == 0
+    assert transfers.stats().devices[0].workers == 0
+
+
+async def test_arguments_that_do_not_fit_are_refused(
+    transfers: GpuTransfers, pool: Any, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    shared_worker.make("block_major", "bf16", 1, 8, 4096)
+    registration, _ = await register(transfers, shared_worker, as_server_types)
+    for group, ids, slots, skip, event, complaint in [
+        (None, range(3), [0], 0, b"", "3 block ids: 1 chunks of 4 blocks less 0 make 4"),
+        (None, [0, 1, 2, 8], [0], 0, b"", "block id 8: 8 blocks are registered"),
+        (None, [0, 1, 2, -1], [0], 0, b"", "block id -1"),
+        (None, [], [0], 4, b"", "skip_blocks 4"),
+        (None, range(4), [len(pool.bytes)], 0, b"", "outside the pool"),
+        (None, range(4), [0], 0, b"x", "64 bytes, this one has 1"),
+        (0, range(4), [0], 0, b"", "group 0 is not registered"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            await registration.retrieve(group, ids, slots, skip, event)
+    with pytest.raises(TransferFailedError, match="cuIpcOpenEventHandle"):
+        await registration.store(None, range(4), [0], bytes(64))
+    await registration.close()
+
+
+def test_memory_that_ipc_cannot_export_is_named(start_worker: Any) -> None:
+    from worker_process import WorkerError
+
+    worker = start_worker({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    worker.make("block_major", "bf16", 1, 8, 4096)
+    with pytest.raises(WorkerError, match="NotExportableError: cuIpcGetMemHandle failed"):
+        worker.export(4)
