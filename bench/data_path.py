@@ -1,0 +1,339 @@
+"""How fast bytes move, and whether questions are answered meanwhile.
+
+    python bench/data_path.py [--quick]
+
+* shared: a session reserves, copies into the pool and commits; looks up, copies out and frees. Each
+  is timed as a whole, calls included, in turns with a plain memcpy of the same bytes in the same
+  pieces between pages of this process that were touched before.
+* inline: put and get of the client, in turns with a raw gRPC stream of messages of the same size to
+  and from a server that does nothing (bench/bare_server.py).
+* lookups of 128 keys while another process stores and retrieves without pause, in turns with the
+  same while it rests.
+
+Every byte that comes back is compared. Prints a table; exit status 1 if a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import multiprocessing
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+from barekit import BareServer, download, upload
+from report import Row, milliseconds, percentile, print_report
+from serverkit import ServerProcess
+
+from kvdock import ChunkStatus, Client, Group, Location, Namespace, Session
+from kvdock.keys import chunk_keys
+
+CHUNK_TOKENS = 256
+SHARD_BYTES = 16 << 20
+CHUNKS = 32
+"""Of one store or retrieve: a prompt of 8,192 tokens, 512 MiB."""
+MESSAGE_BYTES = 1 << 20
+POOL_BYTES = 1536 << 20
+NAMESPACE = Namespace("bench", CHUNK_TOKENS, 1, (Group(shard_bytes=(SHARD_BYTES,)),))
+
+PROMPT_CHUNKS = 128
+SMALL_SHARD_BYTES = 4096
+SMALL = Namespace("bench-lookups", CHUNK_TOKENS, 1, (Group(shard_bytes=(SMALL_SHARD_BYTES,)),))
+
+SHARED_BOUND = 0.90
+INLINE_BOUND = 0.60
+TAIL_BOUND = 3.0
+
+START_SECONDS = 30.0
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    shared_rounds: int
+    inline_rounds: int
+    inline_chunks: int
+    tail_rounds: int
+    tail_seconds: float
+    """Of lookups a round without load, and as long with it."""
+
+
+FULL = Effort(12, 6, 16, 4, 2.0)
+QUICK = Effort(5, 3, 8, 2, 1.0)
+
+
+@dataclass
+class Timings:
+    """Seconds for the same bytes, of each round: KVDock's, and the ceiling's before and after."""
+
+    nbytes: int
+    kvdock: list[float] = field(default_factory=list)
+    ceiling: list[float] = field(default_factory=list)
+
+    def add(self, before: float, kvdock: float, after: float) -> None:
+        self.kvdock.append(kvdock)
+        self.ceiling.append((before + after) / 2)
+
+    def row(self, what: str, ceiling: str, bound: float) -> Row:
+        """Medians; that of the ratio over the rounds, since the machine's speed changes."""
+        ratio = median(own / mine for own, mine in zip(self.ceiling, self.kvdock, strict=True))
+        return Row(
+            what,
+            f"{self.nbytes / median(self.kvdock) / 1e9:.2f} GB/s",
+            f"{ceiling} {self.nbytes / median(self.ceiling) / 1e9:.2f} GB/s",
+            f"{ratio:.0%}",
+            f">= {bound:.0%}",
+            ratio >= bound,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Benchmark of KVDock's data path.")
+    parser.add_argument("--quick", action="store_true", help="measure for less time")
+    effort = QUICK if parser.parse_args().quick else FULL
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="kvdock-bench-") as name:
+        folder = Path(name)
+        with (
+            ServerProcess(folder, memory=str(POOL_BYTES)) as server,
+            BareServer(folder) as bare,
+            Client(server.address) as client,
+        ):
+            client.register_namespace(NAMESPACE)
+            wait_until_faulted_in(client)
+            rows += shared_rows(client, effort)
+            rows += inline_rows(client, bare.target, effort)
+            for load in (shared_load, inline_load):
+                rows.append(tail_row(client, load, effort))
+    return print_report("data path", rows)
+
+
+def wait_until_faulted_in(client: Client) -> None:
+    """Wait until all of the pool is backed by memory."""
+    deadline = time.monotonic() + START_SECONDS
+    while (pool := client.status().pool).ready_bytes < pool.total_bytes:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the pool was not faulted in within {START_SECONDS:.0f} s: {pool}")
+        time.sleep(0.05)
+
+
+def touch_pool(session: Session) -> None:
+    """Enter every page of the pool into this process's page tables."""
+    for segment in session.pool.segments:
+        whole = session.pool.array(Location(segment.segment_id, 0, segment.nbytes))
+        whole[:: 1 << 12].sum()
+
+
+def new_keys(count: int) -> list[bytes]:
+    """Keys that no chunk has yet."""
+    return [secrets.token_bytes(32) for _ in range(count)]
+
+
+def touched(chunks: int) -> Bytes:
+    """So many shards of random bytes in pages that were written to, aligned as the pool is."""
+    piece = np.frombuffer(secrets.token_bytes(SHARD_BYTES), np.uint8)
+    memory = mmap.mmap(-1, chunks * SHARD_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    shards = np.frombuffer(memory, np.uint8).reshape(chunks, SHARD_BYTES)
+    for index in range(chunks):
+        shards[index] = np.roll(piece, index)
+    return shards
+
+
+def seconds_of(call: Callable[..., object], *arguments: object) -> float:
+    started = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - started
+
+
+def shared_rows(client: Client, effort: Effort) -> list[Row]:
+    """Store and retrieve through the mapped pool against memcpy."""
+    source, target = touched(CHUNKS), touched(CHUNKS)
+    stores, retrieves = Timings(source.nbytes), Timings(source.nbytes)
+    with client.session(role="worker") as session:
+        touch_pool(session)
+        for _ in range(effort.shared_rounds):
+            keys = new_keys(CHUNKS)
+            before = seconds_of(copy, target, source)
+            storing = seconds_of(store, session, keys, source)
+            between = seconds_of(copy, target, source)
+            target.fill(0)
+            retrieving = seconds_of(retrieve, session, keys, target)
+            if not np.array_equal(source, target):
+                raise RuntimeError("what was retrieved is not what was stored")
+            after = seconds_of(copy, target, source)
+            stores.add(before, storing, between)
+            retrieves.add(between, retrieving, after)
+    return [
+        stores.row(f"shared store, {CHUNKS} chunks of 16 MiB", "memcpy", SHARED_BOUND),
+        retrieves.row("shared retrieve", "memcpy", SHARED_BOUND),
+    ]
+
+
+def copy(target: Bytes, source: Bytes) -> None:
+    """memcpy, shard by shard."""
+    for to, shard in zip(target, source, strict=True):
+        np.copyto(to, shard)
+
+
+def store(session: Session, keys: Sequence[bytes], shards: Bytes) -> None:
+    """Reserve, copy, commit."""
+    reservation = session.reserve(NAMESPACE.name, keys)
+    for shard, chunk in zip(shards, reservation.chunks, strict=True):
+        if chunk.location is None:
+            raise RuntimeError(f"a chunk was not reserved: {chunk.status.name}")
+        np.copyto(session.pool.array(chunk.location), shard)
+    statuses = session.commit(reservation)
+    if set(statuses) != {ChunkStatus.STORED}:
+        raise RuntimeError(f"not all chunks were stored: {statuses}")
+
+
+def retrieve(session: Session, keys: Sequence[bytes], shards: Bytes) -> None:
+    """Look up, copy, free."""
+    hit = session.lookup(NAMESPACE.name, keys)
+    if hit.lease is None or hit.chunks != len(keys):
+        raise RuntimeError(f"{hit.chunks} of {len(keys)} stored chunks were hit")
+    for shard, chunk in zip(shards, session.retrieve(hit.lease), strict=True):
+        if chunk.location is None:
+            raise RuntimeError(f"a chunk cannot be had: {chunk.status.name}")
+        np.copyto(shard, session.pool.array(chunk.location))
+    if session.free_locks(hit.lease) != len(keys):
+        raise RuntimeError("a lock was lost during the copy")
+
+
+def inline_rows(client: Client, bare_target: str, effort: Effort) -> list[Row]:
+    """Put and get against raw streams."""
+    source, target = touched(effort.inline_chunks), touched(effort.inline_chunks)
+    bare = (bare_target, source.nbytes // MESSAGE_BYTES, MESSAGE_BYTES)
+    puts, gets = Timings(source.nbytes), Timings(source.nbytes)
+    for _ in range(effort.inline_rounds):
+        keys = new_keys(len(source))
+        before = seconds_of(upload, *bare)
+        putting = seconds_of(put, client, keys, source)
+        puts.add(before, putting, seconds_of(upload, *bare))
+        target.fill(0)
+        before = seconds_of(download, *bare)
+        getting = seconds_of(get, client, keys, target)
+        if not np.array_equal(source, target):
+            raise RuntimeError("what get brought is not what was put")
+        gets.add(before, getting, seconds_of(download, *bare))
+    return [
+        puts.row("inline put, messages of 1 MiB", "raw stream", INLINE_BOUND),
+        gets.row("inline get", "raw stream", INLINE_BOUND),
+    ]
+
+
+def put(client: Client, keys: Sequence[bytes], shards: Bytes) -> None:
+    statuses = client.put(NAMESPACE.name, keys, list(shards))
+    if set(statuses) != {ChunkStatus.STORED}:
+        raise RuntimeError(f"not all chunks were put: {statuses}")
+
+
+def get(client: Client, keys: Sequence[bytes], shards: Bytes) -> None:
+    filled = client.get_into(NAMESPACE.name, keys, list(shards))
+    if filled != len(keys):
+        raise RuntimeError(f"{filled} of {len(keys)} chunks came")
+
+
+Load = Callable[[str], Iterator[None]]
+"""Copies without end from a client of its own; yields between copies."""
+
+
+def shared_load(address: str) -> Iterator[None]:
+    """Stores and retrieves through the pool."""
+    shards = touched(CHUNKS)
+    with Client(address) as client, client.session(role="worker") as session:
+        touch_pool(session)
+        while True:
+            keys = new_keys(CHUNKS)
+            store(session, keys, shards)
+            retrieve(session, keys, shards)
+            yield
+
+
+def inline_load(address: str) -> Iterator[None]:
+    """Puts and gets."""
+    shards = touched(4)
+    with Client(address) as client:
+        while True:
+            keys = new_keys(len(shards))
+            put(client, keys, shards)
+            get(client, keys, shards)
+            yield
+
+
+def run_load(load: Load, address: str, ready: Event, running: Event, stop: Event) -> None:
+    """A process that copies while running is set, until stop is."""
+    copies = load(address)
+    next(copies)
+    ready.set()
+    while not stop.is_set():
+        if running.wait(0.05):
+            next(copies)
+
+
+def tail_row(client: Client, load: Load, effort: Effort) -> Row:
+    """The tail of lookups with and without a process that copies."""
+    keys = chunk_keys(range(PROMPT_CHUNKS * CHUNK_TOKENS), CHUNK_TOKENS)
+    client.register_namespace(SMALL)
+    client.put(SMALL.name, keys, [bytes(SMALL_SHARD_BYTES)] * len(keys))
+    context = multiprocessing.get_context("spawn")
+    ready, running, stop = context.Event(), context.Event(), context.Event()
+    arguments = (load, str(client.address), ready, running, stop)
+    process = context.Process(target=run_load, args=arguments, daemon=True)
+    process.start()
+    resting: list[float] = []
+    loaded: list[float] = []
+    try:
+        if not ready.wait(START_SECONDS):
+            raise RuntimeError(f"{load.__name__} did not start within {START_SECONDS:.0f} s")
+        with client.session(role="scheduler") as session:
+            for _ in range(effort.tail_rounds):
+                resting += lookups(session, keys, effort.tail_seconds)
+                running.set()
+                loaded += lookups(session, keys, effort.tail_seconds)
+                running.clear()
+                # Its last copy ends before the lookups that are to be without any.
+                time.sleep(0.5)
+    finally:
+        stop.set()
+        process.join(START_SECONDS)
+    if process.exitcode != 0:
+        raise RuntimeError(f"{load.__name__} ended with status {process.exitcode}")
+    tail, resting_tail = percentile(loaded, 99), percentile(resting, 99)
+    return Row(
+        f"lookup of 128 keys under {load.__name__.replace('_', ' ')}: p99",
+        milliseconds(tail),
+        f"resting {milliseconds(resting_tail)}",
+        f"{tail / resting_tail:.2f} x",
+        f"<= {TAIL_BOUND:.0f} x",
+        tail / resting_tail <= TAIL_BOUND,
+    )
+
+
+def lookups(session: Session, keys: list[bytes], seconds: float) -> list[float]:
+    """Seconds that each lookup took, one after the other for so many seconds."""
+    measured = []
+    end = time.perf_counter() + seconds
+    while (started := time.perf_counter()) < end:
+        hit = session.lookup(SMALL.name, keys)
+        measured.append(time.perf_counter() - started)
+        if hit.lease is None or hit.chunks != len(keys):
+            raise RuntimeError(f"a lookup of {len(keys)} cached chunks hit {hit.chunks}")
+        session.free_locks(hit.lease)
+    return measured
+
+
+if __name__ == "__main__":
+    sys.exit(main())
