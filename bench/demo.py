@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def run(folder: Path, console: Console) -> list[Check]:
-    """Carry the demonstration out, print its table and return what was to be shown."""
+    """Carry the demonstration out, print its table and return the verdict."""
     prompts = [random_prompt(n, seed=n, vocab=MODEL.vocab) for n in PROMPT_TOKENS]
     columns = (SpinnerColumn(), TextColumn("{task.description:48}"), BarColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
@@ -107,7 +107,7 @@ def run(folder: Path, console: Console) -> list[Check]:
             _overwrite_chunk(server.address, prompts[DAMAGED_PROMPT], DAMAGED_CHUNK)
             control = process("third")
     console.print(_table(cold, warm, control))
-    return _checks(cold, warm, control)
+    return verdict(cold, warm, control)
 
 
 def _answer(
@@ -182,9 +182,10 @@ def _table(
     return table
 
 
-def _checks(
+def verdict(
     cold: Sequence[Generation], warm: Sequence[Generation], control: Sequence[Generation]
 ) -> list[Check]:
+    """What the three processes' answers show, one generation for each of PROMPT_TOKENS."""
     full_chunks = [tokens // CHUNK_TOKENS * CHUNK_TOKENS for tokens in PROMPT_TOKENS]
     speedups = [_ttft(first) / _ttft(second) for first, second in zip(cold, warm, strict=True)]
     same = [third.tokens == first.tokens for first, third in zip(cold, control, strict=True)]
