@@ -154,12 +154,6 @@ class PoolUnmappable(KVDockError):
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
 
-class NoEventLog(KVDockError):
-    """The server keeps no event log: start it with one."""
-
-    default_code = grpc.StatusCode.UNIMPLEMENTED
-
-
 class ServerError(KVDockError):
     """A fault of the server, or something that this client has no name for."""
 
@@ -181,7 +175,6 @@ CLASS_OF_REASON: dict[str, type[KVDockError]] = {
     "WRONG_LENGTH": WrongLength,
     "WRONG_MODE": WrongMode,
     "DEVICE_MEMORY": DeviceMemory,
-    "NO_EVENT_LOG": NoEventLog,
     "DRAINING": Draining,
     "NO_EVENT_LOG": NoEventLog,
     "INTERNAL": ServerError,

@@ -58,6 +58,20 @@ def _memory(text: str) -> int:
     return value
 
 
+def _size(text: str) -> int:
+    value = parse_bytes(text)
+    if 0 < value < MIN_MEMORY_BYTES:
+        raise ValueError("0, or at least 1MiB")
+    return value
+
+
+def _host_port(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if text and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError("write HOST:PORT, for example 127.0.0.1:9464")
+    return text
+
+
 def _setting(default: Any, parse: Any, metavar: str, text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": text})
 
@@ -76,8 +90,15 @@ class Config:
     chunk_tokens: int = _setting(
         256, _positive, "N", "tokens a chunk that engines are told to use (256)"
     )
+    event_log: int = _setting(0, _size, "SIZE", "memory for the log of KV events; 0: none (0)")
+    event_log_count: int = _setting(
+        1_000_000, _positive, "N", "events the log keeps at most (1000000)"
+    )
+    metrics_listen: str = _setting(
+        "", _host_port, "HOST:PORT", "serve Prometheus metrics over HTTP (off)"
+    )
     drain_seconds: float = _setting(
-        10.0, _seconds, "SECONDS", "how long SIGTERM waits for copies under way (10)"
+        10.0, _seconds, "N", "how long SIGTERM waits for copies under way (10)"
     )
     log_level: str = _setting(
         "info",

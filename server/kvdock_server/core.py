@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.events.log import Limits, Log
+from kvdock_server.events.publisher import Publisher
 from kvdock_server.index.chunk import Part
 from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvdock_server.index.index import HitSpan, Index, ReserveStatus, Slot
@@ -70,10 +72,14 @@ class Core:
         slots: SlotAllocator,
         *,
         policy: EvictionPolicy | None = None,
+        event_log: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = secrets.randbits(64) or 1
         self.index = Index(slots, policy or LeastRecentlyUsed())
+        self.events: Publisher | None = None
+        if event_log is not None:
+            self.index.watcher = self.events = Publisher(self.epoch, Log(event_log))
         self.leases = LeaseTable(self.index)
         self.sessions = SessionTable()
         self.counters = Counters()
@@ -117,6 +123,8 @@ class Core:
         now = self.clock()
         self.leases.expire(now)
         self.index.give_up_overdue(now)
+        if self.events is not None:
+            self.events.subscribers.drop_hopeless()
         for session in self.sessions:
             if not session.expired and now - session.last_seen > session.ttl:
                 session.expired = True
@@ -260,10 +268,12 @@ class Core:
         shard: int,
         parent_key: bytes,
         keys: Sequence[bytes],
+        event_data: Sequence[bytes] = (),
     ) -> list[ReserveStatus | Slot]:
         """Find memory for one shard of consecutive chunks of a prompt.
 
-        The caller owns the slots, and seals or gives back each of them.
+        ``event_data`` is what events are to tell about them, encoded, one for each or none. The
+        caller owns the slots, and seals or gives back each of them.
         """
         self._refuse_when_draining()
         check_keys(keys)
@@ -279,7 +289,10 @@ class Core:
             raise invalid(f"kv_worker_id {shard}: this session stores {session.kv_worker_id} only")
         position = space.namespace.position(group_idx)
         deadline = self.clock() + _SHARDS_MISSING_SECONDS
-        return self.index.reserve(space, position, shard, parent_key, keys, deadline)
+        outcomes = self.index.reserve(space, position, shard, parent_key, keys, deadline)
+        if self.events is not None and event_data:
+            self.events.describe(outcomes, event_data)
+        return outcomes
 
     def seal(self, slot: Slot) -> bool:
         """The bytes of a slot are complete. False if the chunk was cleared meanwhile."""

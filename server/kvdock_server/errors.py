@@ -13,6 +13,7 @@ class Code(Enum):
     PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
+    UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
 
@@ -36,6 +37,7 @@ class Reason(Enum):
     DEVICE_MEMORY = Code.FAILED_PRECONDITION, 14
     DRAINING = Code.UNAVAILABLE, 15
     INTERNAL = Code.INTERNAL, 16
+    NO_EVENT_LOG = Code.UNIMPLEMENTED, 17
 
     @property
     def code(self) -> Code:

@@ -10,6 +10,8 @@ from kvdock.address import parse
 from kvdock_server.config import Config
 from kvdock_server.core import Core
 from kvdock_server.endpoint import claim
+from kvdock_server.events.log import Limits
+from kvdock_server.metrics import MetricsEndpoint
 from kvdock_server.pool.pool import Pool
 from kvdock_server.pool.segment import reclaim_stale_segments
 from kvdock_server.rpc.server import Server
@@ -38,8 +40,10 @@ async def run(config: Config) -> None:
         pool = Pool(config.memory)
         try:
             pool.start(loop)
-            core = Core(pool.slots)
+            limits = Limits(config.event_log, config.event_log_count)
+            core = Core(pool.slots, event_log=limits if config.event_log else None)
             server = Server(core, pool, config.chunk_tokens)
+            metrics = MetricsEndpoint(core, pool, loop, config.metrics_listen)
             with private_files():
                 await server.start(endpoint.target)
             logger.info(
@@ -52,7 +56,10 @@ async def run(config: Config) -> None:
             await stop.wait()
             await _drain(core, server, config.drain_seconds)
             sweeper.cancel()
+            if core.events is not None:
+                core.events.subscribers.close()
             await server.stop(_GRACE_SECONDS)
+            await loop.run_in_executor(None, metrics.close)
         finally:
             pool.stop()
     finally:

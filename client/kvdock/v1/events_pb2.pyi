@@ -62,9 +62,9 @@ class StreamKVEventsRequest(google.protobuf.message.Message):
     MEDIUM_FIELD_NUMBER: builtins.int
     PROGRESS_INTERVAL_MS_FIELD_NUMBER: builtins.int
     group_idx: builtins.int
-    """Only parts of this group. Absent: all."""
+    """Only parts of this group, and AllBlocksCleared. Absent: all."""
     medium: Global___Medium.ValueType
-    """Only this medium. UNSPECIFIED: all."""
+    """Only parts on this medium, and AllBlocksCleared. UNSPECIFIED: all."""
     progress_interval_ms: builtins.int
     """A progress mark at least this often while nothing happens. 0 means 10,000; at least 100."""
     @property
@@ -79,7 +79,9 @@ class StreamKVEventsRequest(google.protobuf.message.Message):
 
     @property
     def snapshot(self) -> Global___StartSnapshot:
-        """With all that is cached, then every later event."""
+        """With all that is cached, then every later event. One that ends before the last piece of the
+        snapshot cannot be resumed.
+        """
 
     @property
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -140,7 +142,7 @@ class Cursor(google.protobuf.message.Message):
     epoch: builtins.int
     """The life of the server that numbered it."""
     sequence: builtins.int
-    """The batch's number. Numbers grow by one within an epoch, from 1."""
+    """An event's number. Numbers grow by one within an epoch, from 1; 0 is before the first."""
     def __init__(
         self,
         *,
@@ -164,11 +166,13 @@ class StreamKVEventsResponse(google.protobuf.message.Message):
     COMPACTED_FIELD_NUMBER: builtins.int
     @property
     def cursor(self) -> Global___Cursor:
-        """After which batch the reader stands now. Resume from here."""
+        """After which event the reader stands now, whether or not its filter let that through. Resume
+        from here.
+        """
 
     @property
     def batch(self) -> Global___EventBatch:
-        """The next batch of the log."""
+        """The next events."""
 
     @property
     def snapshot(self) -> Global___SnapshotPiece:
@@ -199,14 +203,16 @@ Global___StreamKVEventsResponse: typing_extensions.TypeAlias = StreamKVEventsRes
 
 @typing.final
 class EventBatch(google.protobuf.message.Message):
-    """What happened at one moment."""
+    """What happened since the reader's last cursor: all that the filter lets through. A reader that
+    keeps up gets few events a batch, one that is behind gets many.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     UNIX_MS_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
     unix_ms: builtins.int
-    """Milliseconds since 1970-01-01 UTC."""
+    """When the last of them happened. Milliseconds since 1970-01-01 UTC."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Event]:
         """In the order in which they happened."""
@@ -231,8 +237,11 @@ class Event(google.protobuf.message.Message):
     STORED_FIELD_NUMBER: builtins.int
     REMOVED_FIELD_NUMBER: builtins.int
     CLEARED_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
     namespace: builtins.str
-    """Namespace it concerns. Empty for AllBlocksCleared of all."""
+    """Namespace it concerns."""
+    sequence: builtins.int
+    """Its number. In a snapshot: the one that it had in the log."""
     @property
     def stored(self) -> Global___BlockStored:
         """A part became visible."""
@@ -252,9 +261,10 @@ class Event(google.protobuf.message.Message):
         stored: Global___BlockStored | None = ...,
         removed: Global___BlockRemoved | None = ...,
         cleared: Global___AllBlocksCleared | None = ...,
+        sequence: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "namespace", b"namespace", "removed", b"removed", "stored", b"stored"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "namespace", b"namespace", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["stored", "removed", "cleared"] | None: ...
 
 Global___Event: typing_extensions.TypeAlias = Event
@@ -323,7 +333,7 @@ class BlockRemoved(google.protobuf.message.Message):
     """The group. Absent and 0 are different."""
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The engine's hashes of its blocks, as they were announced."""
+        """The engine's hashes of its blocks, as they were announced. None if none were."""
 
     def __init__(
         self,
@@ -341,7 +351,7 @@ Global___BlockRemoved: typing_extensions.TypeAlias = BlockRemoved
 
 @typing.final
 class AllBlocksCleared(google.protobuf.message.Message):
-    """Everything of the event's namespace ceased to be."""
+    """Everything that was announced of the event's namespace ceased to be."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -353,7 +363,9 @@ Global___AllBlocksCleared: typing_extensions.TypeAlias = AllBlocksCleared
 
 @typing.final
 class SnapshotPiece(google.protobuf.message.Message):
-    """Some of the parts that were visible at the cursor."""
+    """Some of the parts that were announced at the cursor and not removed. Those that go while the
+    pieces are sent are among them; the events after the snapshot remove them.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -389,7 +401,7 @@ Global___Progress: typing_extensions.TypeAlias = Progress
 
 @typing.final
 class Compacted(google.protobuf.message.Message):
-    """The reader's place is gone."""
+    """The reader's place is gone: it asked for one, or fell behind to one, that the log no longer has."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -47,13 +47,21 @@ class EventServiceServicer(object):
     """
 
     def StreamKVEvents(self, request, context):
-        """StreamKVEvents sends the log as batches, each with its sequence number, as it grows. A reader
-        that resumes after the last batch it has gets every later one, none twice. Publishing never
-        waits for a reader.
+        """StreamKVEvents sends the log as it grows. Every event has a number; a reader that resumes after
+        the last one it has gets every later one, none twice. Publishing never waits for a reader.
 
-        A parent is announced before its children. Events of parts without event data carry keys only.
+        A stream that begins now or after a cursor begins with a progress mark. One that is compacted
+        ends with that message and status OK. A reader that hears nothing for some times its
+        progress_interval_ms has lost its server and should call again with its cursor.
 
-        UNIMPLEMENTED if the server keeps no event log.
+        Only what a Lookup could find is announced: a part of a full-attention group once it and every
+        part before it are visible, a part of another group once it is visible. So a parent is always
+        announced before its children, and removed after them. A part is announced removed once if it
+        was announced stored, and not otherwise. Events of parts without event data carry keys only.
+
+        INVALID_ARGUMENT if after has a sequence number that this server has not given yet.
+        UNIMPLEMENTED (NO_EVENT_LOG) if the server keeps no event log.
+        UNAVAILABLE (DRAINING) when the server stops, after everything that happened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

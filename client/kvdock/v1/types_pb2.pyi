@@ -304,7 +304,9 @@ Global___Location: typing_extensions.TypeAlias = Location
 @typing.final
 class ChunkEventData(google.protobuf.message.Message):
     """What an event tells about a chunk beyond its key. Given by whoever stores the chunk and kept
-    with it; only needed where somebody follows the event stream.
+    with it; only needed where somebody follows the event stream. A server without event log ignores
+    it; one with a log refuses more than 1 MiB with INVALID_ARGUMENT. If the writers of a part's
+    shards tell different things, the first one counts.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -369,6 +371,7 @@ class Error(google.protobuf.message.Message):
       WRONG_MODE              the session's transfer mode has no such call
       DEVICE_MEMORY           device memory could not be opened or is not registered
       DRAINING                the server is stopping and takes nothing new
+      NO_EVENT_LOG            the server keeps no event log: start it with one
       INTERNAL                a fault of the server
     """
     def __init__(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.index.chunk import NO_SLOT, Chunk, Part
@@ -70,6 +70,19 @@ class HitSpan(NamedTuple):
     parts: list[Part]
 
 
+class Watcher(Protocol):
+    """Is told what the index does, while it does it."""
+
+    def stored(self, part: Part) -> None:
+        """The part became visible."""
+
+    def removed(self, part: Part) -> None:
+        """The part left the index, visible or not."""
+
+    def cleared(self, space: Space) -> None:
+        """All parts of the namespace are about to leave the index."""
+
+
 @dataclass
 class Totals:
     """What the index counted since it was made."""
@@ -84,6 +97,7 @@ class Index:
 
     def __init__(self, slots: SlotAllocator, policy: EvictionPolicy) -> None:
         self.totals = Totals()
+        self.watcher: Watcher | None = None
         self.sealed_bytes = 0
         self.reserved_bytes = 0
         self.pinned_parts = 0
@@ -257,6 +271,8 @@ class Index:
             space.visible_parts += 1
             del self._pending[part]
             self._offer(part)
+            if self.watcher is not None:
+                self.watcher.stored(part)
         return True
 
     def give_back(self, slot: Slot) -> None:
@@ -292,6 +308,8 @@ class Index:
     def clear(self, space: Space) -> int:
         """Make all parts of a namespace invisible; how many were visible."""
         visible = space.visible_parts
+        if self.watcher is not None:
+            self.watcher.cleared(space)
         for chunk in space.chunks.values():
             for part in chunk.parts:
                 if part is not None:
@@ -354,6 +372,8 @@ class Index:
             part.visible = False
             part.chunk.space.visible_parts -= 1
         self._pending.pop(part, None)
+        if self.watcher is not None:
+            self.watcher.removed(part)
         if not part.pins:
             self._free_sealed(part)
 

@@ -73,7 +73,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if request is None or request.WhichOneof("message") != "open":
             raise invalid("the first message of a Put must be open")
         opened = request.open
-        verbs.check_event_data(opened)
         outcomes = self._core.reserve(
             self._session(opened),
             opened.namespace,
@@ -81,6 +80,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             opened.kv_worker_id,
             opened.parent_key,
             opened.keys,
+            verbs.event_data(self._core, opened),
         )
         writing = {
             index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, Slot)

@@ -11,6 +11,7 @@ from kvdock.v1 import (
     admin_pb2_grpc,
     cache_pb2,
     cache_pb2_grpc,
+    events_pb2,
     session_pb2,
     session_pb2_grpc,
 )
@@ -18,6 +19,7 @@ from kvdock_server.core import Core
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.admin import AdminService
 from kvdock_server.rpc.cache import CacheService
+from kvdock_server.rpc.events import add_event_service
 from kvdock_server.rpc.reflection import add_reflection
 from kvdock_server.rpc.session import SessionService
 
@@ -28,6 +30,7 @@ SERVICE_NAMES = [
     for descriptor, service in (
         (cache_pb2.DESCRIPTOR, "CacheService"),
         (session_pb2.DESCRIPTOR, "SessionService"),
+        (events_pb2.DESCRIPTOR, "EventService"),
         (admin_pb2.DESCRIPTOR, "AdminService"),
     )
 ]
@@ -56,6 +59,7 @@ class Server:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminService(core, pool, chunk_tokens), self._grpc
         )
+        add_event_service(self._grpc, core)
         add_reflection(self._grpc, [*SERVICE_NAMES, "grpc.health.v1.Health"])
 
     async def start(self, target: str) -> None:

@@ -19,6 +19,8 @@ from kvdock_server.sessions import Mode, Session
 
 Status = types.ChunkStatus
 
+MAX_EVENT_DATA_BYTES = 1 << 20
+
 RESERVE_STATUS = {
     ReserveStatus.RESERVED: types.CHUNK_STATUS_RESERVED,
     ReserveStatus.EXISTS: types.CHUNK_STATUS_EXISTS,
@@ -80,7 +82,6 @@ def free_locks(
 
 def reserve(core: Core, session: Session | None, request: pb.ReserveRequest) -> pb.ReserveResponse:
     session = check_session(session, Mode.SHARED)
-    check_event_data(request)
     outcomes = core.reserve(
         session,
         request.namespace,
@@ -88,6 +89,7 @@ def reserve(core: Core, session: Session | None, request: pb.ReserveRequest) -> 
         session.kv_worker_id,
         request.parent_key,
         request.keys,
+        event_data(core, request),
     )
     reservation = core.open_reservation(session, outcomes)
     response = pb.ReserveResponse(
@@ -160,11 +162,21 @@ def group_idx(message: Any) -> int | None:
     return message.group_idx if message.HasField("group_idx") else None
 
 
-def check_event_data(request: Any) -> None:
-    """Raise RequestError unless there is event data for every key or for none."""
+def event_data(core: Core, request: Any) -> list[bytes]:
+    """What the request tells about its chunks, encoded; nothing if no log wants to know.
+
+    RequestError unless there is event data for every key or for none, or if it is too large.
+    """
     given: Sequence[types.ChunkEventData] = request.event_data
     if given and len(given) != len(request.keys):
         raise invalid(f"{len(given)} event_data for {len(request.keys)} keys: one each, or none")
+    if core.events is None:
+        return []
+    encoded = [data.SerializeToString() for data in given]
+    for index, data in enumerate(encoded):
+        if len(data) > MAX_EVENT_DATA_BYTES:
+            raise invalid(f"event_data {index} of {len(data)} bytes: at most 1 MiB")
+    return encoded
 
 
 def namespace_from_proto(message: types.Namespace) -> Namespace:

@@ -1,0 +1,67 @@
+"""One event: what happened to one part, or to a whole namespace.
+
+An event is made when it happens and encoded when the first reader wants it, so that a server whose
+log nobody reads pays next to nothing. The encoding then takes the place of what it was made from.
+The event by which a part was announced also stands for that part in snapshots: what is known of a
+part is kept once, in the log and beyond it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from kvdock_server.index.namespace import Group
+
+# What an event takes beside the data that its store told, generously: the object, its numbers and
+# keys, its place in the log, and what the encoding adds.
+_OVERHEAD_BYTES: Final = 640
+
+
+class StoredPart(NamedTuple):
+    """A part that can be found from now on. ``data`` is an encoded ChunkEventData, or empty."""
+
+    key: bytes
+    parent_key: bytes
+    group: Group
+    data: bytes
+
+
+class RemovedPart(NamedTuple):
+    """A part that cannot be found any more, and the event that announced it."""
+
+    key: bytes
+    group: Group
+    announced: Event
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """``content`` None: everything of the namespace is gone.
+
+    ``number`` and ``unix_ms`` are given by the log. ``wire`` is the encoded event, from when it was
+    first wanted; ``content`` is None then as well.
+    """
+
+    namespace: str
+    group: Group | None
+    content: StoredPart | RemovedPart | None
+    nbytes: int
+    number: int = 0
+    unix_ms: int = 0
+    wire: bytes | None = None
+
+
+def stored(namespace: str, part: StoredPart) -> Event:
+    """A part can be found from now on."""
+    return Event(namespace, part.group, part, _OVERHEAD_BYTES + len(part.data))
+
+
+def removed(namespace: str, part: RemovedPart) -> Event:
+    """A part is gone. The event that announced it lives as long as this one."""
+    return Event(namespace, part.group, part, _OVERHEAD_BYTES + part.announced.nbytes)
+
+
+def cleared(namespace: str) -> Event:
+    """Everything of a namespace is gone."""
+    return Event(namespace, None, None, _OVERHEAD_BYTES)

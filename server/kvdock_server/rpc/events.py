@@ -1,0 +1,181 @@
+"""EventService: the log, streamed to whoever follows it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+
+from kvdock.v1 import events_pb2 as pb
+from kvdock_server.core import Core
+from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.events import wire
+from kvdock_server.events.event import Event
+from kvdock_server.events.publisher import Publisher
+from kvdock_server.events.subscribers import Subscriber
+from kvdock_server.rpc.status import Context, streaming
+from kvdock_server.rpc.verbs import group_idx
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["EventService"].full_name
+
+_DEFAULT_PROGRESS_MS = 10_000
+_SHORTEST_PROGRESS_MS = 100
+
+# A message is cut where one of these is reached. Events are encoded when they are first sent, which
+# must not take the loop for long, and messages must stay well below the protocol's 4 MiB: one event
+# may bring up to 1 MiB of data.
+_MESSAGE_EVENTS = 500
+_MESSAGE_BYTES = 512 << 10
+
+Filter = Callable[[Event], bool]
+
+
+class EventService:
+    """See events.proto."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    @streaming
+    async def StreamKVEvents(  # noqa: N802
+        self, request: pb.StreamKVEventsRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        publisher = self._core.events
+        if publisher is None:
+            raise RequestError(
+                Reason.NO_EVENT_LOG,
+                "this server keeps no event log: start it with --event-log SIZE (for example "
+                "256MiB)",
+            )
+        if request.progress_interval_ms and request.progress_interval_ms < _SHORTEST_PROGRESS_MS:
+            raise invalid(
+                f"progress_interval_ms {request.progress_interval_ms}: at least "
+                f"{_SHORTEST_PROGRESS_MS}, 0 means {_DEFAULT_PROGRESS_MS}"
+            )
+        after = _start(publisher, request)
+        if after is None:
+            publisher.subscribers.compacted += 1
+            yield wire.compacted(publisher.epoch, publisher.log.oldest, publisher.log.oldest)
+            return
+        snapshot = None
+        if request.WhichOneof("start") == "snapshot":
+            snapshot = publisher.snapshot(request.namespaces)
+        subscriber = publisher.subscribers.join(after, snapshot)
+        try:
+            async for message in _messages(publisher, subscriber, request):
+                yield message
+        finally:
+            subscriber.leave()
+
+
+def add_event_service(server: grpc.aio.Server, core: Core) -> None:
+    """Serve EventService. Its responses are encoded already."""
+    method = grpc.unary_stream_rpc_method_handler(
+        EventService(core).StreamKVEvents,
+        request_deserializer=pb.StreamKVEventsRequest.FromString,
+    )
+    handler = grpc.method_handlers_generic_handler(SERVICE_NAME, {"StreamKVEvents": method})
+    server.add_generic_rpc_handlers((handler,))
+
+
+def _start(publisher: Publisher, request: pb.StreamKVEventsRequest) -> int | None:
+    """The number of the event after which to begin; None if that is compacted."""
+    log = publisher.log
+    if request.WhichOneof("start") != "after":
+        return log.last
+    if request.after.epoch != publisher.epoch or request.after.sequence < log.oldest:
+        return None
+    if request.after.sequence > log.last:
+        raise invalid(
+            f"after event {request.after.sequence}: this server has given no number beyond "
+            f"{log.last} yet"
+        )
+    return request.after.sequence
+
+
+async def _messages(
+    publisher: Publisher, subscriber: Subscriber, request: pb.StreamKVEventsRequest
+) -> AsyncIterator[bytes]:
+    epoch, log = publisher.epoch, publisher.log
+    passes = _filter(request)
+    if subscriber.snapshot is None:
+        yield wire.progress(epoch, subscriber.cursor)
+    else:
+        async for piece in _pieces(epoch, subscriber, passes):
+            yield piece
+    interval = (request.progress_interval_ms or _DEFAULT_PROGRESS_MS) / 1000
+    sent = time.monotonic()
+    while True:
+        quiet = sent + interval - time.monotonic()
+        if quiet <= 0:
+            yield wire.progress(epoch, subscriber.cursor)
+            sent = time.monotonic()
+            continue
+        if not await subscriber.more(quiet):
+            if publisher.subscribers.closed:
+                raise RequestError(
+                    Reason.DRAINING, "the server is stopping: resume from the cursor at the next"
+                )
+            continue
+        while subscriber.cursor < log.last:
+            events = log.read(subscriber.cursor, _MESSAGE_EVENTS, _MESSAGE_BYTES)
+            if events is None:
+                publisher.subscribers.compacted += 1
+                yield wire.compacted(epoch, subscriber.cursor, log.oldest)
+                return
+            subscriber.cursor = events[-1].number
+            wanted = events if passes is None else list(filter(passes, events))
+            if wanted:
+                yield wire.batch(epoch, subscriber.cursor, wanted[-1].unix_ms, wanted)
+                sent = time.monotonic()
+            # Encoding must not keep other calls waiting.
+            await asyncio.sleep(0)
+
+
+async def _pieces(
+    epoch: int, subscriber: Subscriber, passes: Filter | None
+) -> AsyncIterator[bytes]:
+    """The snapshot, parents first. It ends early if it is dropped: then the log tells why."""
+    begin = 0
+    while subscriber.snapshot is not None:
+        piece, end = _piece(subscriber.snapshot, begin)
+        is_last = end == len(subscriber.snapshot)
+        if is_last:
+            subscriber.snapshot = None
+        wanted = piece if passes is None else list(filter(passes, piece))
+        if wanted or is_last:
+            yield wire.snapshot(epoch, subscriber.cursor, wanted, last=is_last)
+        begin = end
+        await asyncio.sleep(0)
+
+
+def _piece(events: Sequence[Event], begin: int) -> tuple[Sequence[Event], int]:
+    nbytes = 0
+    end = begin
+    for event in events[begin : begin + _MESSAGE_EVENTS]:
+        nbytes += event.nbytes
+        if nbytes > _MESSAGE_BYTES and end > begin:
+            break
+        end += 1
+    return events[begin:end], end
+
+
+def _filter(request: pb.StreamKVEventsRequest) -> Filter | None:
+    """Which events a reader gets; None: all of them."""
+    namespaces = frozenset(request.namespaces)
+    wanted_group = group_idx(request)
+    by_group = request.HasField("group_idx")
+    no_parts = request.medium not in (pb.MEDIUM_UNSPECIFIED, pb.MEDIUM_CPU)
+    if not (namespaces or by_group or no_parts):
+        return None
+
+    def passes(event: Event) -> bool:
+        if namespaces and event.namespace not in namespaces:
+            return False
+        if event.group is None:
+            return True
+        return not no_parts and (not by_group or event.group.group_idx == wanted_group)
+
+    return passes
