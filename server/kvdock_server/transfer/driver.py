@@ -3,7 +3,7 @@
 Not through CuPy, because every call here must release the interpreter lock: opening and closing
 IPC handles, making a context, querying and recording events can each wait for the driver, and
 CuPy 14 keeps the lock in all of them. A hung worker would then stop the whole server. ctypes always
-releases it. (CuPy compiles and launches the staging kernels, see staging.py.)
+releases it. (CuPy compiles the staging kernel, see staging.py.)
 
 Needs no CUDA toolkit: libcuda comes with the GPU's kernel driver.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 
 CUDA_SUCCESS = 0
@@ -121,6 +122,14 @@ _SIGNATURES: dict[str, list[type]] = {
     "cuEventSynchronize": [c_void_p],
     "cuMemcpyDtoHAsync_v2": [c_void_p, _DevicePtr, c_size_t, c_void_p],
     "cuMemcpyHtoDAsync_v2": [_DevicePtr, c_void_p, c_size_t, c_void_p],
+    "cuLaunchKernel": [
+        c_void_p,
+        *[c_uint] * 6,
+        c_uint,
+        c_void_p,
+        POINTER(c_void_p),
+        POINTER(c_void_p),
+    ],
     "cuMemcpy2DAsync_v2": [POINTER(Memcpy2D), c_void_p],
     "cuGetErrorName": [c_int, POINTER(c_char_p)],
     "cuGetErrorString": [c_int, POINTER(c_char_p)],
@@ -334,6 +343,20 @@ class Driver:
 
     def copy_2d(self, copy: Memcpy2D, stream: int) -> None:
         self._call("cuMemcpy2DAsync_v2", byref(copy), stream)
+
+    def launch(
+        self,
+        function: int,
+        blocks: int,
+        threads: int,
+        stream: int,
+        arguments: Sequence[ctypes._SimpleCData[int]],
+    ) -> None:
+        """Queue a kernel. The driver has read the arguments when this returns."""
+        pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        self._call(
+            "cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None
+        )
 
     def _device(self, ordinal: int) -> int:
         device = c_int()

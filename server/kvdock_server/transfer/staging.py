@@ -4,7 +4,7 @@ For what copy engines would do too slowly: many small segments at no pitch. The 
 process and so takes time slices from the engine's kernels; few launches over much work, on as many
 blocks of threads as the device holds, take the fewest.
 
-The kernel is compiled by CuPy. Where CuPy is absent nothing is staged and copy engines do it all.
+The kernel is compiled by CuPy, and launched like all else (driver.py). Where CuPy is absent nothing is staged and copy engines do it all.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RegionTable:
         self.count = len(regions.device)
         self.unit = _alignment(regions, planner.block_bytes)
         self.threads_per_segment = _threads_per_segment(regions, self.unit)
-        self.kernel = _kernel(ordinal, self.unit)
+        self.function: int = _kernel(ordinal, self.unit).kernel.ptr
         columns = np.stack([regions.device, regions.stride, regions.nbytes, regions.host_offset])
         self._address = driver.allocate(columns.nbytes)
         stream = driver.create_stream()
@@ -124,25 +124,24 @@ class StagingBuffers:
         self, table: RegionTable, piece: ScatteredBlocks, stream: int, *, gather: bool
     ) -> None:
         """Queue the kernel between the blocks and the buffer that ``next`` gave last."""
-        import cupy
-
         ids = self._ids + self._turn * MAX_STAGED_BLOCKS * 8
         ctypes.memmove(ids, np.ascontiguousarray(piece.ids).ctypes.data, piece.ids.nbytes)
-        with cupy.cuda.ExternalStream(stream):
-            table.kernel(
-                (_THREAD_BLOCKS,),
-                (_THREADS,),
-                (
-                    *(np.uint64(column) for column in table.columns),
-                    np.uint64(ids),
-                    np.uint64(self._buffers + self._turn * STAGED_PIECE_BYTES),
-                    np.uint64(piece.block_bytes),
-                    np.int64(len(piece.ids) * table.count),
-                    np.int32(table.count),
-                    np.int32(table.threads_per_segment),
-                    np.int32(gather),
-                ),
-            )
+        self._driver.launch(
+            table.function,
+            _THREAD_BLOCKS,
+            _THREADS,
+            stream,
+            [
+                *(ctypes.c_uint64(column) for column in table.columns),
+                ctypes.c_uint64(ids),
+                ctypes.c_uint64(self._buffers + self._turn * STAGED_PIECE_BYTES),
+                ctypes.c_uint64(piece.block_bytes),
+                ctypes.c_int64(len(piece.ids) * table.count),
+                ctypes.c_int32(table.count),
+                ctypes.c_int32(table.threads_per_segment),
+                ctypes.c_int32(gather),
+            ],
+        )
 
     def close(self) -> None:
         self._driver.free(self._buffers)
