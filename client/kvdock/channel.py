@@ -28,7 +28,7 @@ def options(address: Address) -> Options:
         chosen.append(("grpc.enable_http_proxy", 0))
     if address.socket_path is None:
         # Finds a peer that vanished without closing its connection. A Unix socket's peer cannot.
-        # The server allows a ping every 10 s; with gRPC's own limit of one in 5 minutes it would
+        # The server allows a ping every 5 s; with gRPC's own limit of one in 5 minutes it would
         # answer these with "Too many pings".
         chosen += [
             ("grpc.keepalive_time_ms", 30_000),

@@ -17,7 +17,7 @@ from kvdock._inline import PUT_METHOD, GetTransfer, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address, default_address, parse
 from kvdock.channel import options
-from kvdock.errors import DeadlineExceeded, from_rpc_error
+from kvdock.errors import DeadlineExceeded, Unavailable, from_rpc_error
 from kvdock.session import Session
 from kvdock.types import (
     ChunkEventData,
@@ -30,7 +30,14 @@ from kvdock.types import (
     PartStatus,
     SessionRole,
 )
-from kvdock.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, session_pb2_grpc
+from kvdock.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -55,6 +62,14 @@ class Client:
         self.timeout = timeout
         self._channel = grpc.insecure_channel(self.address.target, options(self.address))
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
+        # Stubs are made here and not when they are needed: making one from a channel that was
+        # closed meanwhile crashes the process.
+        self._open_session = session_pb2_grpc.SessionServiceStub(self._channel).Session
+        self._check_health = self._channel.unary_unary(
+            _health.CHECK,
+            request_serializer=_health.request,
+            response_deserializer=_health.status,
+        )
         # Takes serialized requests: see kvdock._inline.
         self._put = self._channel.stream_stream(
             PUT_METHOD,
@@ -149,7 +164,8 @@ class Client:
                 if progress is not None:
                     progress(nbytes)
 
-        responses = self._put(requests())
+        with self._errors():
+            responses = self._put(requests())
         with self._stream(responses, timeout) as idle:
             try:
                 for response in responses:
@@ -212,7 +228,8 @@ class Client:
 
         Raises UnknownNamespace.
         """
-        responses = self._admin.ListChunks(_verbs.list_chunks(namespace))
+        with self._errors():
+            responses = self._admin.ListChunks(_verbs.list_chunks(namespace))
         with self._stream(responses, timeout) as idle:
             for response in responses:
                 idle.touch()
@@ -228,16 +245,9 @@ class Client:
 
     def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """``SERVING`` or ``NOT_SERVING``, of one service or of the server as a whole."""
-        check = self._channel.unary_unary(
-            _health.CHECK,
-            request_serializer=_health.request,
-            response_deserializer=_health.status,
-        )
-        try:
-            status: str = check(service, timeout=self.timeout if timeout is None else timeout)
+        with self._errors():
+            status: str = self._check_health(service, timeout=self._seconds(timeout))
             return status
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, str(self.address)) from error
 
     def session(
         self,
@@ -260,10 +270,10 @@ class Client:
         reason when the session is lost; not after close().
         """
         session = Session(
-            session_pb2_grpc.SessionServiceStub(self._channel).Session,
+            self._start_session,
             _verbs.open_session(engine_id, role, worker_id, kv_worker_id, ttl, client),
             address=self.address,
-            timeout=self.timeout if timeout is None else timeout,
+            timeout=self._seconds(timeout),
             on_lost=on_lost,
         )
         self._sessions.add(session)
@@ -293,14 +303,13 @@ class Client:
         timeout: float | None,
     ) -> Result:
         _verbs.check_size(call.request)
-        seconds = self.timeout if timeout is None else timeout
-        try:
-            return call.read(method(call.request, timeout=seconds))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, str(self.address)) from error
+        with self._errors():
+            response = method(call.request, timeout=self._seconds(timeout))
+        return call.read(response)
 
     def _get(self, transfer: GetTransfer, progress: Progress | None, timeout: float | None) -> None:
-        responses = self._cache.Get(transfer.request)
+        with self._errors():
+            responses = self._cache.Get(transfer.request)
         with self._stream(responses, timeout) as idle:
             for response in responses:
                 idle.touch()
@@ -308,10 +317,27 @@ class Client:
                 if progress is not None:
                     progress(moved)
 
+    def _start_session(
+        self, requests: Iterator[session_pb2.SessionRequest]
+    ) -> grpc.CallIterator[session_pb2.SessionResponse]:
+        with self._errors():
+            return self._open_session(requests)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Translates what gRPC raises when a call starts or fails."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, str(self.address)) from error
+        except ValueError as error:
+            # What gRPC raises if, and only if, the channel was closed.
+            raise Unavailable("this client was closed; make another") from error
+
     @contextlib.contextmanager
     def _stream(self, call: Cancellable, timeout: float | None) -> Iterator[IdleLimit]:
         """Limits the pauses of a stream, translates its errors, and ends it with the block."""
-        seconds = self.timeout if timeout is None else timeout
+        seconds = self._seconds(timeout)
         with IdleLimit(call, seconds) as idle:
             try:
                 yield idle
@@ -323,3 +349,6 @@ class Client:
                 raise from_rpc_error(error, str(self.address)) from error
             finally:
                 call.cancel()
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout

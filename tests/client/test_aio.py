@@ -169,6 +169,22 @@ async def test_a_dropped_session_ends(client: kvdock.aio.Client) -> None:
     await wait_until(none_open)
 
 
+async def test_a_closed_client_says_so(server: Any, prompt: Any) -> None:
+    client = kvdock.aio.Client(server.address)
+    await client.status()
+    await client.close()
+
+    for call in (
+        client.status,
+        client.health,
+        client.session,
+        lambda: client.get("test", prompt.keys),
+        lambda: client.put("test", prompt.keys, prompt.shards),
+    ):
+        with pytest.raises(errors.Unavailable, match="closed"):
+            await call()
+
+
 async def test_no_server(tmp_path: Any) -> None:
     async with kvdock.aio.Client(f"unix://{tmp_path}/none.sock") as client:
         for call in (client.status, client.session, client.health):

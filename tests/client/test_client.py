@@ -138,6 +138,24 @@ def test_a_stopped_server_costs_no_more_than_the_deadline(server: Any, prompt: A
             os.kill(server.process.pid, signal.SIGCONT)
 
 
+def test_a_closed_client_says_so(server: Any, prompt: Any) -> None:
+    client = kvdock.Client(server.address)
+    client.status()
+    client.close()
+    client.close()
+
+    for call in (
+        client.status,
+        client.health,
+        client.session,
+        lambda: list(client.chunks("test")),
+        lambda: client.get("test", prompt.keys),
+        lambda: client.put("test", prompt.keys, prompt.shards),
+    ):
+        with pytest.raises(errors.Unavailable, match="closed"):
+            call()
+
+
 def test_a_restarted_server_is_found_again(server: Any) -> None:
     with kvdock.Client(server.address) as client:
         before = client.status().epoch

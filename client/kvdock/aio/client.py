@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -23,7 +23,7 @@ from kvdock.address import Address, default_address, parse
 from kvdock.aio.session import Session
 from kvdock.channel import options
 from kvdock.client import DEFAULT_TIMEOUT, Progress
-from kvdock.errors import DeadlineExceeded, from_rpc_error
+from kvdock.errors import DeadlineExceeded, Unavailable, from_rpc_error
 from kvdock.types import (
     ChunkEventData,
     ChunkStatus,
@@ -35,7 +35,14 @@ from kvdock.types import (
     PartStatus,
     SessionRole,
 )
-from kvdock.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, session_pb2_grpc
+from kvdock.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -49,6 +56,12 @@ class Client:
         self.timeout = timeout
         self._channel = grpc.aio.insecure_channel(self.address.target, options(self.address))
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
+        self._open_session = session_pb2_grpc.SessionServiceStub(self._channel).Session
+        self._check_health = self._channel.unary_unary(
+            _health.CHECK,
+            request_serializer=_health.request,
+            response_deserializer=_health.status,
+        )
         # Takes serialized requests: see kvdock._inline.
         self._put = self._channel.stream_stream(
             PUT_METHOD,
@@ -128,7 +141,8 @@ class Client:
                 if progress is not None:
                     progress(nbytes)
 
-        responses = self._put(requests())
+        with self._errors():
+            responses = self._put(requests())
         async with self._stream(responses, timeout) as touch:
             try:
                 async for response in responses:
@@ -184,7 +198,8 @@ class Client:
         self, namespace: str, *, timeout: float | None = None
     ) -> AsyncIterator[PartStatus]:
         """As :meth:`kvdock.Client.chunks`."""
-        responses = self._admin.ListChunks(_verbs.list_chunks(namespace))
+        with self._errors():
+            responses = self._admin.ListChunks(_verbs.list_chunks(namespace))
         async with self._stream(responses, timeout) as touch:
             async for response in responses:
                 touch()
@@ -201,16 +216,9 @@ class Client:
 
     async def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """As :meth:`kvdock.Client.health`."""
-        check = self._channel.unary_unary(
-            _health.CHECK,
-            request_serializer=_health.request,
-            response_deserializer=_health.status,
-        )
-        try:
-            status: str = await check(service, timeout=self._seconds(timeout))
+        with self._errors():
+            status: str = await self._check_health(service, timeout=self._seconds(timeout))
             return status
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, str(self.address)) from error
 
     async def session(
         self,
@@ -226,7 +234,7 @@ class Client:
     ) -> Session:
         """As :meth:`kvdock.Client.session`; ``on_lost`` is called in the event loop."""
         session = await Session.open(
-            session_pb2_grpc.SessionServiceStub(self._channel).Session,
+            self._start_session,
             _verbs.open_session(engine_id, role, worker_id, kv_worker_id, ttl, client),
             address=self.address,
             timeout=self._seconds(timeout),
@@ -259,21 +267,38 @@ class Client:
         timeout: float | None,
     ) -> Result:
         _verbs.check_size(call.request)
-        try:
-            return call.read(await method(call.request, timeout=self._seconds(timeout)))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, str(self.address)) from error
+        with self._errors():
+            response = await method(call.request, timeout=self._seconds(timeout))
+        return call.read(response)
 
     async def _get(
         self, transfer: GetTransfer, progress: Progress | None, timeout: float | None
     ) -> None:
-        responses = self._cache.Get(transfer.request)
+        with self._errors():
+            responses = self._cache.Get(transfer.request)
         async with self._stream(responses, timeout) as touch:
             async for response in responses:
                 touch()
                 moved = transfer.feed(response)
                 if progress is not None:
                     progress(moved)
+
+    def _start_session(
+        self, requests: AsyncIterator[session_pb2.SessionRequest]
+    ) -> grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]:
+        with self._errors():
+            return self._open_session(requests)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Translates what gRPC raises when a call starts or fails."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, str(self.address)) from error
+        except grpc.aio.UsageError as error:
+            # What gRPC raises if the channel was closed.
+            raise Unavailable("this client was closed; make another") from error
 
     @contextlib.asynccontextmanager
     async def _stream(
