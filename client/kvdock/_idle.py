@@ -24,6 +24,8 @@ class IdleLimit:
     def __init__(self, call: Cancellable, seconds: float) -> None:
         self.seconds = seconds
         self.exceeded = False
+        self.paused = False
+        """True while it is the reader that takes its time."""
         self._call = call
         self._touched = False
         self._done = threading.Event()
@@ -46,7 +48,7 @@ class IdleLimit:
 
     def _watch(self) -> None:
         while not self._done.wait(self.seconds):
-            if not self._touched:
+            if not (self._touched or self.paused):
                 self.exceeded = True
                 self._call.cancel()
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -18,6 +18,15 @@ from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address, default_address, parse
 from kvdock.channel import options
 from kvdock.errors import DeadlineExceeded, Unavailable, from_rpc_error
+from kvdock.events import (
+    MISSED_SIGNS,
+    PROGRESS_INTERVAL,
+    Cursor,
+    Filter,
+    Message,
+    message_from_proto,
+    stream_request,
+)
 from kvdock.session import Session
 from kvdock.types import (
     ChunkEventData,
@@ -35,6 +44,7 @@ from kvdock.v1 import (
     admin_pb2_grpc,
     cache_pb2,
     cache_pb2_grpc,
+    events_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
 )
@@ -77,6 +87,7 @@ class Client:
             response_deserializer=cache_pb2.PutResponse.FromString,
         )
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._events = events_pb2_grpc.EventServiceStub(self._channel)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def register_namespace(self, namespace: Namespace, *, timeout: float | None = None) -> bool:
@@ -234,6 +245,29 @@ class Client:
             for response in responses:
                 idle.touch()
                 yield from map(PartStatus.from_proto, response.parts)
+
+    def events(
+        self,
+        start: Cursor | str = "now",
+        *,
+        only: Filter | None = None,
+        progress_interval: float = PROGRESS_INTERVAL,
+    ) -> Generator[Message, None, None]:
+        """What becomes cached and what ceases to be, after a cursor, from ``"now"`` on, or after a
+        ``"snapshot"`` of what is there. See :mod:`kvdock.events`.
+
+        Ends after Compacted. A progress mark comes after ``progress_interval`` seconds without
+        events. Raises NoEventLog if the server keeps no log, DeadlineExceeded if it falls silent.
+        """
+        request = stream_request(start, only or Filter(), progress_interval)
+        with self._errors():
+            responses = self._events.StreamKVEvents(request)
+        with self._stream(responses, max(MISSED_SIGNS * progress_interval, self.timeout)) as idle:
+            for response in responses:
+                idle.paused = True
+                yield message_from_proto(response)
+                idle.touch()
+                idle.paused = False
 
     def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
         """Makes all in a namespace, or in all of them, invisible. Returns how many parts."""

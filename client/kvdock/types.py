@@ -149,6 +149,17 @@ class ChunkEventData:
             lora_name=self.lora_name,
         )
 
+    @classmethod
+    def from_proto(cls, message: types_pb2.ChunkEventData) -> ChunkEventData:
+        """Reads a message."""
+        return cls(
+            tuple(message.block_hashes),
+            message.parent_block_hash,
+            message.token_ids,
+            message.block_size,
+            message.lora_name,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

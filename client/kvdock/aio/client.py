@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -24,6 +24,15 @@ from kvdock.aio.session import Session
 from kvdock.channel import options
 from kvdock.client import DEFAULT_TIMEOUT, Progress
 from kvdock.errors import DeadlineExceeded, Unavailable, from_rpc_error
+from kvdock.events import (
+    MISSED_SIGNS,
+    PROGRESS_INTERVAL,
+    Cursor,
+    Filter,
+    Message,
+    message_from_proto,
+    stream_request,
+)
 from kvdock.types import (
     ChunkEventData,
     ChunkStatus,
@@ -40,6 +49,7 @@ from kvdock.v1 import (
     admin_pb2_grpc,
     cache_pb2,
     cache_pb2_grpc,
+    events_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
 )
@@ -69,6 +79,7 @@ class Client:
             response_deserializer=cache_pb2.PutResponse.FromString,
         )
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._events = events_pb2_grpc.EventServiceStub(self._channel)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     async def register_namespace(
@@ -205,6 +216,34 @@ class Client:
                 touch()
                 for part in response.parts:
                     yield PartStatus.from_proto(part)
+
+    async def events(
+        self,
+        start: Cursor | str = "now",
+        *,
+        only: Filter | None = None,
+        progress_interval: float = PROGRESS_INTERVAL,
+    ) -> AsyncGenerator[Message, None]:
+        """As :meth:`kvdock.Client.events`."""
+        request = stream_request(start, only or Filter(), progress_interval)
+        seconds = max(MISSED_SIGNS * progress_interval, self.timeout)
+        with self._errors():
+            call = self._events.StreamKVEvents(request)
+        responses = aiter(call)
+        try:
+            while True:
+                try:
+                    # Limits the pauses of the stream, not the reader's.
+                    with self._errors():
+                        async with asyncio.timeout(seconds):
+                            response = await anext(responses, None)
+                except TimeoutError:
+                    raise DeadlineExceeded(f"{self.address} was silent for {seconds:g} s") from None
+                if response is None:
+                    return
+                yield message_from_proto(response)
+        finally:
+            call.cancel()
 
     async def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
         """As :meth:`kvdock.Client.clear`."""
