@@ -310,7 +310,10 @@ def in_a_fresh_process(measure: Callable[[Effort], Row], effort: Effort) -> Row:
 
 
 def server_work_row(effort: Effort) -> Row:
-    """All that the server does for a lookup, but for gRPC: parse, look up, lock, answer."""
+    """All that the server does for a lookup, but for gRPC: parse, look up, lock, answer.
+
+    In CPU time of its thread: what other processes do to the clock is no work of the server.
+    """
     from kvdock_server.rpc import verbs
     from kvdock_server.sessions import Role
 
@@ -322,19 +325,19 @@ def server_work_row(effort: Effort) -> Row:
     message = session_pb2.SessionRequest(id=1, lookup=lookup).SerializeToString()
     seconds = []
     for _ in range(10 * effort.rounds):
-        started = time.perf_counter()
+        started = time.thread_time()
         request = session_pb2.SessionRequest.FromString(message)
         answer = session_pb2.SessionResponse(
             id=request.id, lookup=verbs.lookup(core, session, request.lookup)
         )
         answer.SerializeToString()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.thread_time() - started)
         lease_id = answer.lookup.lease_id
         if core.free_locks(session, [(lease_id, 0, 0, None, None)]) != [len(keys)]:
             raise RuntimeError("a lookup of cached chunks did not lock them all")
     median = percentile(seconds, 50)
     return Row(
-        f"server work for a lookup of {SERVER_WORK_CHUNKS:,} chunks: parse, look up, lock, answer",
+        f"server work, lookup of {SERVER_WORK_CHUNKS:,} chunks: parse, find, lock, answer (CPU)",
         milliseconds(median),
         bound=f"<= {milliseconds(SERVER_WORK_BOUND_SECONDS)}",
         holds=median <= SERVER_WORK_BOUND_SECONDS,
