@@ -62,7 +62,7 @@ class Config:
             if name in ours:
                 values[name] = _switch(name, ours.pop(name))
         if "chunk_tokens" in ours:
-            values["chunk_tokens"] = int(_number("chunk_tokens", ours.pop("chunk_tokens"), 65_536))
+            values["chunk_tokens"] = _number("chunk_tokens", ours.pop("chunk_tokens"), 65_536)
         if "lookup_timeout_ms" in ours:
             milliseconds = _number("lookup_timeout_ms", ours.pop("lookup_timeout_ms"), 60_000)
             values["lookup_timeout"] = milliseconds / 1000
@@ -79,15 +79,11 @@ def _switch(name: str, value: object) -> bool:
     return spelled
 
 
-def _number(name: str, value: object, most: int) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]  # what is no number is refused below
-    except (TypeError, ValueError):
-        number = 0.0
-    whole = isinstance(value, bool) is False and number == int(number)
-    if not whole or not 1 <= number <= most:
+def _number(name: str, value: object, most: int) -> int:
+    text = "" if isinstance(value, bool) else str(value)
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
         raise ValueError(f"{PREFIX}{name} is {value!r}: it must be a whole number from 1 to {most}")
-    return number
+    return int(text)
 
 
 def _refuse(name: str) -> None:

@@ -74,8 +74,6 @@ class ScopeReader:
             elif place.length > 0:
                 extras.append(MultiModalItem(feature.identifier, place.offset, place.length))
         if request.prompt_embeds is not None:
-            if len(request.prompt_embeds) != request.num_prompt_tokens:
-                return NOT_CACHED
             extras.extend(_embeds(request, chunk_tokens, self._model_dtype))
         return CacheScope(tuple(extras), limit)
 

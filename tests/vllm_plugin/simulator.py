@@ -1,0 +1,367 @@
+"""An engine whose model costs nothing, around vLLM's own scheduler and our own connector.
+
+The scheduler, its KV-cache manager and both halves of the connector are real; only the forward pass
+is not. In its place each step writes, for each token that it computes, bytes that are a function of
+all tokens up to there, of the layer and of the rank. Before that it checks that every token which
+the scheduler believes to be computed has exactly those bytes in the block where the scheduler
+believes them to be. So whatever puts a wrong byte anywhere, a load at the wrong place, a store of
+blocks that were given away, a key that says too little, is found in the next step that matters.
+
+Messages between the halves are pickled, as they are between vLLM's processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvdock_vllm.connector import KVDockConnector
+from kvdock_vllm.plugin import register
+
+BLOCK_TOKENS = 16
+CHUNK_TOKENS = 64
+LAYERS = ("layer.0", "layer.1", "layer.2")
+_HEAD = 16
+_ROW_BYTES = 2 * _HEAD * 4
+
+
+class WrongBytesError(AssertionError):
+    """The KV cache does not hold what the scheduler believes."""
+
+
+@dataclass
+class Outcome:
+    """What became of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    num_cached_tokens: int | None = None
+
+
+class _History:
+    """Digests of all prefixes of one request, extended as it grows."""
+
+    def __init__(self, identity: bytes) -> None:
+        self._tip = hashlib.sha256(identity).digest()
+        self._digests: list[bytes] = []
+
+    def digests(self, tokens: Sequence[int]) -> list[bytes]:
+        for token in tokens[len(self._digests) :]:
+            self._tip = hashlib.sha256(self._tip + struct.pack("<I", token)).digest()
+            self._digests.append(self._tip[:16])
+        return self._digests
+
+    def next_token(self, tokens: Sequence[int]) -> int:
+        return 3 + int.from_bytes(self.digests(tokens)[len(tokens) - 1][:2], "little") % 2000
+
+
+class _Rank:
+    """A worker: tensors and the connector's half."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, rank: int, mla: bool):
+        config = copy.deepcopy(vllm_config)
+        config.parallel_config.rank = rank
+        self.identity = 0 if mla else rank
+        blocks = kv_cache_config.num_blocks
+        row = _ROW_BYTES // 4
+        # One allocation for all layers, as vLLM makes it.
+        memory = torch.zeros(len(LAYERS) * blocks * BLOCK_TOKENS * row, dtype=torch.float32)
+        self.caches = {
+            name: part.view(blocks, 1, BLOCK_TOKENS, row)
+            for name, part in zip(LAYERS, memory.chunk(len(LAYERS)), strict=True)
+        }
+        self.views = [
+            cache.numpy().view(np.uint8).reshape(blocks * BLOCK_TOKENS, _ROW_BYTES)
+            for cache in self.caches.values()
+        ]
+        self.connector = KVDockConnector(config, KVConnectorRole.WORKER, kv_cache_config)
+        self.connector.register_kv_caches(self.caches)
+
+    def rows(self, digests: Sequence[bytes], layer: int) -> Any:
+        """What this rank's layer holds for tokens with these histories."""
+        seeds = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), 16).copy()
+        seeds[:, 0] ^= layer + 1
+        seeds[:, 1] ^= self.identity + 1
+        return np.tile(seeds, (1, _ROW_BYTES // 16))
+
+
+class SimulatedEngine:
+    """Steps when told to. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        model: Path,
+        address: str,
+        *,
+        num_blocks: int = 256,
+        mla: bool = False,
+        tensor_size: int = 1,
+        extra_config: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        register()
+        settings: dict[str, Any] = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 8,
+            "dtype": "float32",
+            "tensor_parallel_size": tensor_size,
+            "kv_transfer_config": {
+                "kv_connector": "KVDockConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "kvdock.address": address,
+                    "kvdock.lookup_timeout_ms": 2000,
+                    **(extra_config or {}),
+                },
+            },
+            **arguments,
+        }
+        self.config = EngineArgs(**settings).create_engine_config()
+        self.config.cache_config.block_size = BLOCK_TOKENS
+        self.config.cache_config.num_gpu_blocks = num_blocks
+        self.kv_cache_config = kv_cache_config(num_blocks, mla=mla)
+        self.ranks = [
+            _Rank(self.config, self.kv_cache_config, rank, mla) for rank in range(tensor_size)
+        ]
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=self.kv_cache_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        connector: Any = self.scheduler.connector
+        self.connector: KVDockConnector = connector
+        self.connector.set_xfer_handshake_metadata_pp_aware(
+            {
+                (0, rank): _pickled(worker.connector.get_handshake_metadata())
+                for rank, worker in enumerate(self.ranks)
+            }
+        )
+        self._aggregator = KVOutputAggregator(tensor_size)
+        init_none_hash(_sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, _sha256)
+        self._histories: dict[str, _History] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.between_schedule_and_forward: Callable[[], None] = lambda: None
+        """Runs in each step after scheduling."""
+        self.counted: dict[str, float] = {}
+        """Totals of what the connector told vLLM's metrics."""
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        kv_transfer_params: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
+        **sampling: Any,
+    ) -> Request:
+        """Gives the scheduler a request."""
+        extra = None if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **sampling
+            ),
+            pooling_params=None,
+            cache_salt=cache_salt,
+            lora_request=lora,
+            block_hasher=self._hasher,
+        )
+        self._histories[name] = _History(repr((cache_salt, lora and lora.lora_name)).encode())
+        self.outcomes[name] = Outcome()
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        """As a client that goes away does."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.outcomes[name].finish_reason = "abort"
+
+    def step(self) -> None:
+        """One engine step."""
+        output = self.scheduler.schedule()
+        self.between_schedule_and_forward()
+        reports = [self._run_rank(rank, output) for rank in self.ranks]
+        result = self._sample(output)
+        outputs = [copy.copy(result) for _ in reports]
+        for one, report in zip(outputs, reports, strict=True):
+            one.kv_connector_output = report
+        aggregated = self._aggregator.aggregate(outputs)
+        assert aggregated is not None
+        for core_outputs in self.scheduler.update_from_output(output, aggregated).values():
+            stats = core_outputs.scheduler_stats
+            for counter, amount in ((stats and stats.kv_connector_stats) or {}).items():
+                self.counted[counter] = self.counted.get(counter, 0) + amount
+            for item in core_outputs.outputs:
+                outcome = self.outcomes[item.request_id]
+                outcome.tokens += item.new_token_ids
+                if item.prefill_stats is not None:
+                    outcome.num_cached_tokens = item.prefill_stats.num_cached_tokens
+                if item.finish_reason is not None:
+                    outcome.finish_reason = str(item.finish_reason)
+                    outcome.kv_transfer_params = item.kv_transfer_params
+        if not output.total_num_scheduled_tokens:
+            time.sleep(0.001)
+
+    def run(self, seconds: float = 30.0) -> None:
+        """Steps until there is nothing left to do. AssertionError if that takes too long."""
+        deadline = time.monotonic() + seconds
+        while self.scheduler.has_requests():
+            assert time.monotonic() < deadline, f"still busy: {list(self.scheduler.requests)}"
+            self.step()
+
+    def generate(self, prompt: Sequence[int], name: str = "", **arguments: Any) -> Outcome:
+        """Runs one request to its end, stores included."""
+        name = name or f"request-{len(self.outcomes)}"
+        self.add(name, prompt, **arguments)
+        self.run()
+        return self.outcomes[name]
+
+    def expected(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The tokens that a plain prompt is answered with."""
+        history = _History(repr((None, None)).encode())
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(history.next_token(tokens))
+        return tokens[len(prompt) :]
+
+    def forget(self) -> None:
+        """Empties the engine's own prefix cache."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def preempt_all(self) -> bool:
+        """Preempts all running requests, which may be resumed in the next step; false if vLLM
+        would refuse, because a load or a store holds blocks.
+        """
+        ended = any(request.is_finished() for request in self.scheduler.requests.values())
+        if ended or self.scheduler.kv_holding_waiting:
+            return False
+        return self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def close(self) -> None:
+        self.connector.shutdown()
+        for rank in self.ranks:
+            rank.connector.shutdown()
+
+    def __enter__(self) -> SimulatedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run_rank(self, rank: _Rank, output: Any) -> KVConnectorOutput:
+        """A model runner's step, in the order of vLLM's own."""
+        connector = rank.connector
+        metadata = _pickled(output.kv_connector_metadata)
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        for name, count in output.num_scheduled_tokens.items():
+            self._forward(rank, name, count)
+        context: Any = None
+        connector.start_load_kv(context)
+        connector.wait_for_save()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        report = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_connector_worker_meta=_pickled(connector.build_connector_worker_meta()),
+        )
+        connector.clear_connector_metadata()
+        return report
+
+    def _forward(self, rank: _Rank, name: str, count: int) -> None:
+        """Checks the tokens before, writes those of this step."""
+        request = self.scheduler.requests[name]
+        # The scheduler has already counted this step's.
+        end = request.num_computed_tokens
+        start = end - count
+        digests = self._histories[name].digests(list(request.all_token_ids))
+        (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        slots = (
+            np.repeat(np.array(block_ids) * BLOCK_TOKENS, BLOCK_TOKENS)
+            + np.tile(np.arange(BLOCK_TOKENS), len(block_ids))
+        )[:end]
+        for layer, view in enumerate(rank.views):
+            rows = rank.rows(digests[:end], layer)
+            wrong = np.nonzero((view[slots[:start]] != rows[:start]).any(axis=1))[0]
+            if len(wrong):
+                raise WrongBytesError(
+                    f"{name}, layer {layer}, rank {rank.identity}: of {start} computed tokens "
+                    f"{len(wrong)} are wrong, the first is {wrong[0]}"
+                )
+            view[slots[start:]] = rows[start:]
+
+    def _sample(self, output: Any) -> ModelRunnerOutput:
+        names = list(output.num_scheduled_tokens)
+        sampled = []
+        for name in names:
+            request = self.scheduler.requests[name]
+            tokens = list(request.all_token_ids)
+            complete = request.num_computed_tokens >= len(tokens)
+            sampled.append([self._histories[name].next_token(tokens)] if complete else [])
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+        )
+
+
+def kv_cache_config(num_blocks: int, *, mla: bool = False) -> KVCacheConfig:
+    """One group of three layers."""
+    spec = (
+        MLAAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2 * _HEAD, dtype=torch.float32
+        )
+        if mla
+        else FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=_HEAD, dtype=torch.float32
+        )
+    )
+    return KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(list(LAYERS), spec)])
+
+
+def _pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def _sha256(value: object) -> bytes:
+    return hashlib.sha256(pickle.dumps(value)).digest()

@@ -1,0 +1,190 @@
+"""Two requests share chunks only where their KV is certain to be equal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
+
+from kvdock.keys import chunk_keys
+from kvdock_vllm.keys import ScopeReader
+
+CHUNK = 8
+DIGEST = "0123456789abcdef" * 4
+
+
+def config(*, prefix_caching: bool = True, processor_cache: float = 4) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            dtype=torch.bfloat16,
+            multimodal_config=SimpleNamespace(mm_processor_cache_gb=processor_cache),
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+    )
+
+
+def request(**arguments: Any) -> Request:
+    settings: dict[str, Any] = {
+        "request_id": "r",
+        "prompt_token_ids": list(range(40)),
+        "sampling_params": SamplingParams(max_tokens=1),
+        "pooling_params": None,
+        **arguments,
+    }
+    return Request(**settings)
+
+
+def image(identifier: str, offset: int = 10, length: int = 4) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
+
+
+def keys(wanted: Request, reader: ScopeReader | None = None) -> list[bytes]:
+    """What the connector would make of a request."""
+    scope = (reader or ScopeReader(config())).scope(wanted, CHUNK)
+    limit = wanted.num_tokens if scope.limit is None else min(scope.limit, wanted.num_tokens)
+    return chunk_keys(list(wanted.all_token_ids)[:limit], CHUNK, extras=scope.extras)
+
+
+def lora(name: str, path: str = "/nowhere", number: int = 1, **more: Any) -> LoRARequest:
+    return LoRARequest(name, number, path, **more)
+
+
+def embeds(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    noise = torch.randn(40, 6, generator=torch.Generator().manual_seed(seed))
+    return noise.to(torch.bfloat16).to(dtype)
+
+
+PLAIN = request
+
+
+DIFFERENT: list[Callable[[], Request]] = [
+    PLAIN,
+    lambda: request(prompt_token_ids=list(range(1, 41))),
+    lambda: request(cache_salt="a"),
+    lambda: request(cache_salt="b"),
+    lambda: request(lora_request=lora("a")),
+    lambda: request(lora_request=lora("b")),
+    lambda: request(lora_request=lora("a", path="/elsewhere")),
+    lambda: request(lora_request=lora("a"), cache_salt="a"),
+    lambda: request(mm_features=[image(DIGEST)]),
+    lambda: request(mm_features=[image(DIGEST[::-1])]),
+    lambda: request(mm_features=[image(DIGEST, offset=11)]),
+    lambda: request(mm_features=[image(DIGEST, length=5)]),
+    lambda: request(mm_features=[image("a:" + DIGEST)]),
+    lambda: request(prompt_token_ids=None, prompt_embeds=embeds(1)),
+    lambda: request(prompt_token_ids=None, prompt_embeds=embeds(2)),
+]
+
+
+def test_whatever_changes_the_kv_changes_the_keys() -> None:
+    reader = ScopeReader(config())
+    made = [keys(make(), reader) for make in DIFFERENT]
+    assert all(len(found) == 5 for found in made)
+    # An item changes the keys from the chunk on in which it stands: compare the last.
+    assert len({found[-1] for found in made}) == len(made)
+
+
+def test_equal_requests_have_equal_keys_whatever_they_are_called() -> None:
+    for make in DIFFERENT:
+        one, other = make(), make()
+        other.request_id = "s"
+        assert keys(one) == keys(other)
+
+
+def test_chunks_before_an_item_are_shared() -> None:
+    assert keys(request(mm_features=[image(DIGEST)]))[0] == keys(PLAIN())[0]
+
+
+def test_embeddings_count_as_the_model_sees_them() -> None:
+    wide = request(prompt_token_ids=None, prompt_embeds=embeds(1, dtype=torch.float32))
+    assert keys(wide) == keys(request(prompt_token_ids=None, prompt_embeds=embeds(1)))
+
+
+def test_prompts_of_embeddings_share_a_common_beginning() -> None:
+    first = embeds(1)
+    second = first.clone()
+    second[39] += 1
+    one, other = (keys(request(prompt_token_ids=None, prompt_embeds=e)) for e in (first, second))
+    assert one[:4] == other[:4]
+    assert one[4] != other[4]
+
+
+def test_tokens_and_embeddings_may_be_mixed() -> None:
+    def mixed(seed: int) -> list[bytes]:
+        is_token = [i not in range(12, 20) for i in range(40)]
+        return keys(request(prompt_embeds=embeds(seed), prompt_is_token_ids=is_token))
+
+    assert mixed(1)[0] == keys(PLAIN())[0]
+    assert mixed(1)[1:] != mixed(2)[1:]
+    assert mixed(1)[1] != keys(PLAIN())[1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: request(sampling_params=None, pooling_params=PoolingParams(task="embed")),
+        lambda: request(resumable=True),
+    ],
+    ids=["pooling", "resumable"],
+)
+def test_what_cannot_be_told_apart_is_not_cached(make: Callable[[], Request]) -> None:
+    assert keys(make()) == []
+
+
+@pytest.mark.parametrize("name", ["image-0", "renderer0-mm-1-image-0", "", "0123abc"])
+def test_an_item_whose_name_is_no_digest_ends_what_is_cached(name: str) -> None:
+    assert keys(request(mm_features=[image(name, offset=20)])) == keys(PLAIN())[:2]
+
+
+def test_items_are_not_cached_where_vllm_only_counts_them() -> None:
+    reader = ScopeReader(config(prefix_caching=False, processor_cache=0))
+    assert keys(request(mm_features=[image(DIGEST)]), reader) == keys(PLAIN())[:1]
+    for other in (config(prefix_caching=False), config(processor_cache=0)):
+        assert len(keys(request(mm_features=[image(DIGEST)]), ScopeReader(other))) == 5
+
+
+def adapter(folder: Path, rank: int, size: int) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    (folder / "adapter_model.safetensors").write_bytes(b"x" * size)
+    os.utime(folder / "adapter_model.safetensors", ns=(0, 0))
+    return str(folder)
+
+
+def test_an_adapter_is_its_files_and_not_its_place(tmp_path: Path) -> None:
+    def of(path: str) -> bytes:
+        return keys(request(lora_request=lora("a", path)))[0]
+
+    first = adapter(tmp_path / "first", rank=8, size=10)
+    assert of(first) == of(adapter(tmp_path / "copy", rank=8, size=10))
+    assert of(first) != of(adapter(tmp_path / "other", rank=16, size=10))
+    assert of(first) != of(adapter(tmp_path / "larger", rank=8, size=11))
+
+
+def test_an_adapter_is_what_was_loaded_until_it_is_loaded_anew(tmp_path: Path) -> None:
+    reader = ScopeReader(config())
+    path = adapter(tmp_path / "a", rank=8, size=10)
+
+    def of(number: int, **more: Any) -> bytes:
+        return keys(request(lora_request=lora("a", path, number, **more)), reader)[0]
+
+    loaded = of(1)
+    adapter(tmp_path / "a", rank=8, size=11)
+    assert of(1) == loaded, "the engine still runs what it loaded"
+    assert of(2) != loaded
+    assert of(1, load_inplace=True) == of(2)
+    assert of(1) == of(2)

@@ -1,0 +1,159 @@
+"""One namespace for what is interchangeable, another for what is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from modelkit import Llama, make_checkpoint
+from vllm import EngineArgs
+
+from kvdock.types import GroupKind, Namespace
+from kvdock_vllm.layout import GroupShape, UnsupportedLayoutError
+from kvdock_vllm.metadata import GroupPages, WorkerDescription
+from kvdock_vllm.namespace import derive_namespace
+from kvdock_vllm.parallel import ParallelStrategy
+
+SHAPE = GroupShape(None, GroupKind.FULL_ATTENTION, 32, ("layer.0",))
+PAGES = GroupPages(4096, ("layer.0:4096:bfloat16[d1=2,d2=32,d3=64]:CPU_ATTN,vec",))
+TINY = Llama(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=64, vocab=64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+def describe(model: Path, **arguments: Any) -> Any:
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "dtype": "float32",
+        "kv_transfer_config": {
+            "kv_connector": "KVDockConnector",
+            "kv_connector_module_path": "kvdock_vllm.connector",
+            "kv_role": "kv_both",
+        },
+        **arguments,
+    }
+    return EngineArgs(**settings).create_engine_config()
+
+
+def derive(
+    config: Any,
+    *,
+    strategy: ParallelStrategy | None = None,
+    shape: GroupShape = SHAPE,
+    pages: Callable[[int], GroupPages] = lambda worker: PAGES,
+    chunk_tokens: int = 256,
+) -> Namespace:
+    strategy = strategy or ParallelStrategy(False, 1, 1, 0)
+    workers = {
+        worker: WorkerDescription(worker, (pages(worker),)) for worker in range(strategy.world_size)
+    }
+    return derive_namespace(config, strategy, [shape], workers, chunk_tokens)
+
+
+def test_it_says_what_the_server_has_to_know(model: Path) -> None:
+    namespace = derive(describe(model))
+    assert namespace.name.startswith("tiny@")
+    assert len(namespace.name) <= 256
+    assert namespace.chunk_tokens == 256
+    assert namespace.kv_world_size == 1
+    (group,) = namespace.groups
+    assert (group.kind, group.group_idx) == (GroupKind.FULL_ATTENTION, None)
+    assert group.shard_bytes == (8 * 4096,)
+    assert namespace.labels["kv_dtype"] == "float32"
+    assert all(len(v) <= 256 for pair in namespace.labels.items() for v in pair)
+
+
+def test_another_process_derives_the_same(model: Path) -> None:
+    program = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "import test_namespace as t; from pathlib import Path\n"
+        f"print('name', t.derive(t.describe(Path({str(model)!r}))).name)"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "17",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    ).stdout
+    assert output.split("name ")[1].strip() == derive(describe(model)).name
+
+
+def test_whatever_makes_the_bytes_others_makes_another_namespace(
+    model: Path, tmp_path: Path
+) -> None:
+    plain = describe(model)
+    other_weights = make_checkpoint(tmp_path / "tiny", TINY, seed=1)
+    found = [
+        derive(plain),
+        derive(describe(other_weights)),
+        derive(describe(model, dtype="bfloat16")),
+        derive(describe(model, kv_cache_dtype="fp8")),
+        derive(describe(model, hf_overrides={"rope_theta": 500.0})),
+        derive(plain, chunk_tokens=512),
+        derive(plain, shape=GroupShape(None, GroupKind.FULL_ATTENTION, 64, ("layer.0",))),
+        derive(plain, pages=lambda worker: GroupPages(4096, ("other order",))),
+        derive(plain, strategy=ParallelStrategy(False, 2, 1, 0)),
+        derive(plain, strategy=ParallelStrategy(False, 4, 1, 0)),
+    ]
+    assert len({namespace.name for namespace in found}) == len(found)
+
+
+def test_what_does_not_matter_does_not_part_engines(model: Path, tmp_path: Path) -> None:
+    name = derive(describe(model)).name
+    mounted = tmp_path / "tiny"
+    mounted.symlink_to(model)
+    assert derive(describe(mounted)).name == name
+    assert derive(describe(model, max_model_len=128)).name == name
+    assert derive(describe(model, kv_cache_dtype="auto", block_size=64)).name == name
+    assert derive(describe(model, max_num_seqs=3, served_model_name="x")).name == name
+
+
+def test_rewritten_weights_are_others_even_at_their_old_place(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny", TINY)
+    before = derive(describe(folder)).name
+    make_checkpoint(folder, TINY, seed=1)
+    assert derive(describe(folder)).name != before
+
+
+def test_rotary_embeddings_that_depend_on_the_longest_prompt(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny", TINY)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    long, short = (derive(describe(folder, max_model_len=n)).name for n in (256, 128))
+    assert long != short
+
+
+def test_tensor_parallelism_of_mla_shares_and_needs_equal_ranks(model: Path) -> None:
+    config = describe(model)
+    names = {derive(config, strategy=ParallelStrategy(True, tp, 1, 0)).name for tp in (1, 2, 4)}
+    assert len(names) == 1
+    with pytest.raises(UnsupportedLayoutError, match="workers 0 to 1"):
+        derive(
+            config,
+            strategy=ParallelStrategy(True, 2, 1, 0),
+            pages=lambda worker: GroupPages(4096, (f"of {worker}",)),
+        )
+
+
+def test_pipeline_stages_have_sizes_of_their_own(model: Path) -> None:
+    namespace = derive(
+        describe(model),
+        strategy=ParallelStrategy(False, 1, 2, 0),
+        pages=lambda worker: GroupPages(1024 * (worker + 1), (f"stage {worker}",)),
+    )
+    assert namespace.kv_world_size == 2
+    assert namespace.groups[0].shard_bytes == (8 * 1024, 8 * 2048)

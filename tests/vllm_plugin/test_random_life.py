@@ -1,0 +1,202 @@
+"""Random lives of an engine: whatever comes in whatever order, answers are right and nothing stays.
+
+The simulated engine checks every byte in every step. Here requests come, are aborted, preempted and
+resumed; loads fail; the engine forgets; the cache is cleared; the server dies and comes back. After
+each life every request has the tokens that it would have had alone and without cache, vLLM has all
+of its blocks back, and the server holds no lock for anybody.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from modelkit import Llama, make_checkpoint, random_prompt
+from simulator import CHUNK_TOKENS, SimulatedEngine
+from tests.conftest import ServerProcess
+
+from kvdock import Client
+
+C = CHUNK_TOKENS
+NUM_BLOCKS = 49
+ASK = {"num_kvdock_extra_cached_tokens": None}
+
+# Prompts are beginnings of few stems, so that they share prefixes, also in part.
+STEMS = [random_prompt(5 * C, seed=seed) for seed in (1, 2)]
+STEMS.append(STEMS[0][: 2 * C + 24] + random_prompt(3 * C, seed=3))
+
+
+class EngineLife(RuleBasedStateMachine):
+    """One engine, one server, from birth to the end of all requests."""
+
+    model: ClassVar[Path]
+    server: ClassVar[ServerProcess]
+    lives: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: SimulatedEngine | None = None
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+
+    @initialize(save_decode=st.booleans(), ranks=st.sampled_from([1, 1, 2]), mla=st.booleans())
+    def begin(self, save_decode: bool, ranks: int, mla: bool) -> None:
+        type(self).lives += 1
+        self._start_server()
+        self.engine = SimulatedEngine(
+            self.model,
+            self.server.address,
+            num_blocks=NUM_BLOCKS,
+            tensor_size=ranks,
+            mla=mla,
+            max_num_seqs=4,
+            extra_config={"kvdock.save_decode": save_decode},
+        )
+
+    @rule(stem=st.sampled_from(STEMS), tokens=st.integers(1, 5 * C), more=st.integers(1, 90))
+    def add(self, stem: list[int], tokens: int, more: int) -> None:
+        assert self.engine is not None
+        name = f"r{len(self.prompts)}"
+        self.prompts[name] = (stem[:tokens], more)
+        self.engine.add(name, stem[:tokens], max_tokens=more, kv_transfer_params=ASK)
+
+    @rule(steps=st.integers(1, 15))
+    def step(self, steps: int) -> None:
+        assert self.engine is not None
+        for _ in range(steps):
+            self.engine.step()
+
+    @precondition(lambda self: self._unfinished())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        assert self.engine is not None
+        self.engine.abort(data.draw(st.sampled_from(self._unfinished())))
+
+    @rule()
+    def forget(self) -> None:
+        assert self.engine is not None
+        # Refused while requests run, which is fine.
+        self.engine.scheduler.reset_prefix_cache()
+
+    @rule()
+    def preempt_all(self) -> None:
+        assert self.engine is not None
+        self.engine.preempt_all()
+
+    @rule()
+    def clear(self) -> None:
+        assert self.engine is not None
+        self.engine.connector.reset_cache()
+
+    @rule(chunk=st.integers(0, 4))
+    def lose_a_lock(self, chunk: int) -> None:
+        assert self.engine is not None
+        for load in self.engine.connector._of_scheduler._loads.values():
+            if load.lookup is not None:
+                load.lookup.free(chunk, chunk + 1)
+
+    @rule()
+    def kill_the_server(self) -> None:
+        self.server.kill()
+
+    @rule()
+    def start_the_server(self) -> None:
+        self._start_server()
+
+    @invariant()
+    def numbers_are_possible(self) -> None:
+        if self.engine is None:
+            return
+        for name, outcome in self.engine.outcomes.items():
+            if outcome.kv_transfer_params is not None:
+                (extra,) = outcome.kv_transfer_params.values()
+                assert 0 <= extra <= len(self.prompts[name][0])
+
+    def teardown(self) -> None:
+        if self.engine is None:
+            return
+        engine = self.engine
+        try:
+            engine.run(60)
+            for name, (prompt, count) in self.prompts.items():
+                outcome = engine.outcomes[name]
+                expected = engine.expected(prompt, count)
+                if outcome.finish_reason == "length":
+                    assert outcome.tokens == expected
+                else:
+                    assert outcome.finish_reason == "abort"
+                    assert outcome.tokens == expected[: len(outcome.tokens)]
+            pool = engine.scheduler.kv_cache_manager.block_pool
+            assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+            half = engine.connector._of_scheduler
+            assert not half._records
+            assert not half._loads
+            self._start_server()
+            self._nothing_held()
+        finally:
+            engine.close()
+
+    def _start_server(self) -> None:
+        if self.server.process.poll() is not None:
+            self.server.start()
+
+    def _unfinished(self) -> list[str]:
+        if self.engine is None:
+            return []
+        outcomes = self.engine.outcomes
+        return [name for name in self.prompts if outcomes[name].finish_reason is None]
+
+    def _nothing_held(self) -> None:
+        deadline = time.monotonic() + 5
+        with Client(self.server.address) as client:
+            while True:
+                now = client.status()
+                held = (now.index.leases, now.index.locks, now.pool.reserved_bytes)
+                if not any(held):
+                    return
+                assert time.monotonic() < deadline, f"(leases, locks, reserved) = {held}"
+                time.sleep(0.01)
+
+
+@contextmanager
+def _server() -> Iterator[ServerProcess]:
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
+        server = ServerProcess(
+            Path(folder) / "s.sock", "--memory", "1MiB", "--chunk-tokens", str(C)
+        )
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.mark.timeout(600)
+def test_random_lives(tmp_path: Path) -> None:
+    EngineLife.model = make_checkpoint(tmp_path / "tiny", Llama(layers=1))
+    with _server() as server:
+        EngineLife.server = server
+        run_state_machine_as_test(
+            EngineLife,
+            settings=settings(
+                max_examples=15,
+                stateful_step_count=30,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                print_blob=True,
+            ),
+        )
+    assert EngineLife.lives >= 15

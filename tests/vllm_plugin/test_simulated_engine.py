@@ -1,0 +1,690 @@
+"""The connector under vLLM's scheduler: right bytes, exact numbers, nothing left behind.
+
+Every step of the simulated engine checks the bytes of every computed token (simulator.py), so each
+of these tests also proves that what was loaded is right.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from modelkit import Llama, make_checkpoint
+from simulator import BLOCK_TOKENS, CHUNK_TOKENS, Outcome, SimulatedEngine
+from vllm.lora.request import LoRARequest
+
+from kvdock import Client
+from kvdock.v1 import admin_pb2
+
+C = CHUNK_TOKENS
+ASK = {"num_kvdock_extra_cached_tokens": None, "num_lmcache_extra_cached_tokens": None}
+
+StartServer = Callable[..., Any]
+StartEngine = Callable[..., SimulatedEngine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", Llama(layers=1))
+
+
+@pytest.fixture
+def kvdock(start_server: StartServer) -> Any:
+    """A server with chunks of 64 tokens."""
+    return start_server("--chunk-tokens", str(C))
+
+
+@pytest.fixture
+def start_engine(model: Path, kvdock: Any) -> Iterator[StartEngine]:
+    engines: list[SimulatedEngine] = []
+
+    def start(**arguments: Any) -> SimulatedEngine:
+        address = arguments.pop("address", kvdock.address)
+        engines.append(SimulatedEngine(model, address, **arguments))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free == engine.kv_cache_config.num_blocks - 1, "vLLM's blocks were leaked"
+    if kvdock.process.poll() is None and engines:
+        assert_nothing_held(kvdock)
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(start_engine: StartEngine) -> SimulatedEngine:
+    return start_engine()
+
+
+def status(server: Any) -> admin_pb2.StatusResponse:
+    with Client(server.address) as client:
+        return client.status()
+
+
+def assert_nothing_held(server: Any) -> None:
+    """No lock, lease, reservation or half-stored part, at the latest in a moment."""
+    deadline = time.monotonic() + 3
+    while True:
+        now = status(server)
+        held = (
+            now.index.leases,
+            now.index.locks,
+            now.index.pending_parts,
+            now.pool.reserved_bytes,
+        )
+        if not any(held):
+            return
+        assert time.monotonic() < deadline, f"(leases, locks, pending, reserved) = {held}"
+        time.sleep(0.01)
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(3, 2000) for _ in range(tokens)]
+
+
+def extra(outcome: Outcome) -> int:
+    """Extra cached tokens, the same under both names."""
+    assert outcome.kv_transfer_params is not None
+    (number,) = set(outcome.kv_transfer_params.values())
+    assert outcome.kv_transfer_params.keys() == ASK.keys()
+    return int(number)
+
+
+# -- hits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [C - 1, C, C + 1, 3 * C - 1, 3 * C, 3 * C + 1, 3 * C + 40])
+def test_a_second_engine_gets_what_the_first_stored(start_engine: StartEngine, tokens: int) -> None:
+    cold = start_engine().generate(prompt(tokens), max_tokens=6)
+    warm = start_engine().generate(prompt(tokens), max_tokens=6, kv_transfer_params=ASK)
+    assert warm.tokens == cold.tokens
+    assert extra(warm) == warm.num_cached_tokens == tokens // C * C
+
+
+@pytest.mark.parametrize("shared", [C - 1, C, C + 1, 2 * C + 17, 4 * C])
+def test_a_prefix_hit_that_continues_differently(engine: SimulatedEngine, shared: int) -> None:
+    common = prompt(shared)
+    engine.generate(common + prompt(2 * C, seed=1), max_tokens=2)
+    engine.forget()
+    other = engine.generate(common + prompt(2 * C, seed=2), kv_transfer_params=ASK)
+    assert extra(other) == shared // C * C
+
+
+def test_what_the_engine_has_is_not_loaded_again(engine: SimulatedEngine) -> None:
+    whole = prompt(5 * C)
+    engine.generate(whole)
+    engine.forget()
+    # Now the engine has one and a half chunks of its own.
+    engine.generate(whole[: C + C // 2], max_tokens=1)
+    outcome = engine.generate(whole, kv_transfer_params=ASK)
+    assert outcome.num_cached_tokens == 5 * C
+    assert extra(outcome) == 5 * C - (C + C // 2)
+
+
+def test_a_longer_hit_of_the_engines_own_counts_as_nothing_of_ours(engine: SimulatedEngine) -> None:
+    engine.generate(prompt(2 * C + 33))
+    outcome = engine.generate(prompt(2 * C + 33), kv_transfer_params=ASK)
+    assert outcome.num_cached_tokens == 2 * C + 32
+    assert extra(outcome) == 0
+
+
+def test_generated_tokens_are_stored_too(start_engine: StartEngine) -> None:
+    first = start_engine().generate(prompt(C // 2), max_tokens=2 * C)
+    whole = prompt(C // 2) + first.tokens
+    # The last generated token was never computed: 2.5 chunks less one token.
+    warm = start_engine().generate(whole, kv_transfer_params=ASK)
+    assert extra(warm) == 2 * C
+
+
+def test_a_last_chunk_that_ends_with_the_last_computed_token(start_engine: StartEngine) -> None:
+    first = start_engine().generate(prompt(C + 1), max_tokens=C)
+    warm = start_engine().generate(prompt(C + 1) + first.tokens, kv_transfer_params=ASK)
+    assert extra(warm) == 2 * C
+
+
+def test_generated_tokens_are_not_stored_where_that_is_off(start_engine: StartEngine) -> None:
+    first = start_engine(extra_config={"kvdock.save_decode": False}).generate(
+        prompt(C + C // 2), max_tokens=2 * C
+    )
+    warm = start_engine().generate(prompt(C + C // 2) + first.tokens, kv_transfer_params=ASK)
+    assert extra(warm) == C
+
+
+def test_chunks_of_another_size_by_request(start_engine: StartEngine) -> None:
+    setting = {"kvdock.chunk_tokens": 100}
+    start_engine(extra_config=setting).generate(prompt(300))
+    warm = start_engine(extra_config=setting).generate(prompt(300), kv_transfer_params=ASK)
+    assert extra(warm) == 2 * 112, "the smallest number of whole blocks that is at least 100"
+
+
+def test_two_engines_at_once(start_engine: StartEngine) -> None:
+    one, other = start_engine(), start_engine()
+    for engine in (one, other):
+        for n in range(6):
+            engine.add(f"r{n}", prompt(3 * C, seed=n // 2) + prompt(C, seed=n), max_tokens=8)
+    while one.scheduler.has_requests() or other.scheduler.has_requests():
+        one.step()
+        other.step()
+    assert [o.tokens for o in one.outcomes.values()] == [o.tokens for o in other.outcomes.values()]
+
+
+# -- what is asked ----------------------------------------------------------------------------
+
+
+def test_one_request_is_one_lookup_however_often_the_scheduler_asks(
+    start_engine: StartEngine, kvdock: Any
+) -> None:
+    start_engine().generate(prompt(8 * C))
+    asked = status(kvdock).counters.lookups
+    # Room for one of the requests at a time, so that the second is asked about again and again.
+    engine = start_engine(num_blocks=8 * C // BLOCK_TOKENS + 8)
+    for name in "ab":
+        engine.add(name, prompt(8 * C), max_tokens=30, kv_transfer_params=ASK)
+    engine.run()
+    assert status(kvdock).counters.lookups == asked + 2
+    assert engine.outcomes["a"].tokens == engine.outcomes["b"].tokens
+    assert extra(engine.outcomes["a"]) == 8 * C
+
+
+def test_a_request_that_may_not_read_the_cache_is_not_looked_up(
+    engine: SimulatedEngine, kvdock: Any
+) -> None:
+    engine.generate(prompt(2 * C))
+    engine.forget()
+    asked = status(kvdock).counters.lookups
+    outcome = engine.generate(prompt(2 * C), kv_transfer_params=ASK, skip_reading_prefix_cache=True)
+    assert outcome.num_cached_tokens == extra(outcome) == 0
+    assert status(kvdock).counters.lookups == asked
+
+
+def test_a_prompt_shorter_than_a_chunk_asks_nothing(engine: SimulatedEngine, kvdock: Any) -> None:
+    engine.generate(prompt(C - 1))
+    assert status(kvdock).counters.lookups == 0
+
+
+def test_what_is_stored_is_not_copied_again(engine: SimulatedEngine, kvdock: Any) -> None:
+    engine.generate(prompt(4 * C))
+    for _ in range(2):
+        engine.forget()
+        engine.generate(prompt(4 * C))
+    assert status(kvdock).counters.stored_shards == 4
+
+
+def test_tenants_and_adapters_keep_apart(engine: SimulatedEngine) -> None:
+    adapters = [
+        LoRARequest(name, number, f"/adapters/{name}") for number, name in ((1, "a"), (2, "b"))
+    ]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"lora": adapters[0]},
+        {"lora": adapters[1]},
+    ]
+    for kind in kinds:
+        assert extra(engine.generate(prompt(2 * C), kv_transfer_params=ASK, **kind)) == 0
+    for kind in kinds:
+        engine.forget()
+        assert extra(engine.generate(prompt(2 * C), kv_transfer_params=ASK, **kind)) == 2 * C
+
+
+# -- what comes in between --------------------------------------------------------------------
+
+
+def test_an_abort_before_scheduling(engine: SimulatedEngine, kvdock: Any) -> None:
+    engine.generate(prompt(4 * C))
+    engine.forget()
+    engine.add("gone", prompt(4 * C), kv_transfer_params=ASK)
+    engine.abort("gone")
+    engine.run()
+    assert_nothing_held(kvdock)
+
+
+def test_an_abort_after_the_answer(engine: SimulatedEngine, kvdock: Any) -> None:
+    engine.generate(prompt(4 * C))
+    engine.forget()
+    engine.add("gone", prompt(4 * C))
+    deadline = time.monotonic() + 3
+    while not status(kvdock).index.leases:
+        assert time.monotonic() < deadline
+    engine.abort("gone")
+    engine.run()
+    assert_nothing_held(kvdock)
+
+
+def test_an_abort_while_loading(engine: SimulatedEngine, kvdock: Any) -> None:
+    engine.generate(prompt(4 * C))
+    engine.forget()
+    engine.add("gone", prompt(4 * C))
+    engine.add("stays", prompt(4 * C, seed=1), max_tokens=4)
+    step_until_loading(engine)
+    engine.abort("gone")
+    engine.run()
+    assert_nothing_held(kvdock)
+    assert engine.outcomes["stays"].finish_reason == "length"
+    assert extra(engine.generate(prompt(4 * C), kv_transfer_params=ASK)) == 4 * C
+
+
+def step_until_loading(engine: SimulatedEngine) -> None:
+    """Steps until a load is under way, without collecting its end."""
+    half = engine.connector._of_scheduler
+    deadline = time.monotonic() + 5
+    while not half._loads:
+        assert time.monotonic() < deadline
+        engine.step()
+
+
+def test_an_abort_after_any_step(engine: SimulatedEngine, kvdock: Any) -> None:
+    engine.generate(prompt(4 * C))
+    for steps in range(1, 12):
+        engine.forget()
+        engine.add(f"gone{steps}", prompt(5 * C), max_tokens=40)
+        for _ in range(steps):
+            engine.step()
+        engine.abort(f"gone{steps}")
+        engine.run()
+        assert_nothing_held(kvdock)
+
+
+def test_preempted_requests_are_resumed_from_what_was_stored(
+    start_engine: StartEngine, kvdock: Any
+) -> None:
+    # Six requests grow to 20 blocks each, and there are 60.
+    engine = start_engine(num_blocks=61)
+    for n in range(6):
+        engine.add(f"r{n}", prompt(3 * C, seed=n), max_tokens=2 * C, kv_transfer_params=ASK)
+    engine.run(60)
+    preemptions = sum(_preemptions.values())
+    assert preemptions > 0
+    again = start_engine()
+    for n in range(6):
+        outcome = engine.outcomes[f"r{n}"]
+        # Counted is what was loaded when the request was first admitted.
+        assert extra(outcome) == 0
+        whole = prompt(3 * C, seed=n) + outcome.tokens
+        warm = again.generate(whole, kv_transfer_params=ASK)
+        assert extra(warm) == (len(whole) - 1) // C * C
+
+
+_preemptions: dict[int, int] = {}
+
+
+@pytest.fixture(autouse=True)
+def _count_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts what vLLM's scheduler does."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    _preemptions.clear()
+    real = Scheduler._preempt_request
+
+    def counting(self: Any, *arguments: Any, **named: Any) -> None:
+        _preemptions[id(self)] = _preemptions.get(id(self), 0) + 1
+        real(self, *arguments, **named)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+
+
+def test_blocks_given_away_while_a_store_reads_them(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvdock_vllm import worker as worker_module
+    from kvdock_vllm.copier import Copier
+
+    # Copies take longer than preempted blocks may be read, so that stores are given up.
+    real = Copier.gather
+
+    def slow(self: Copier, *arguments: Any) -> None:
+        time.sleep(0.03)
+        real(self, *arguments)
+
+    monkeypatch.setattr(Copier, "gather", slow)
+    monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
+    engine = start_engine(num_blocks=61)
+    for n in range(6):
+        engine.add(f"r{n}", prompt(3 * C, seed=n), max_tokens=2 * C)
+    engine.run(120)
+    assert sum(_preemptions.values()) > 0
+    again = start_engine()
+    for n in range(6):
+        # Whatever is there is right: the second engine checks the bytes.
+        again.generate(prompt(3 * C, seed=n) + engine.outcomes[f"r{n}"].tokens)
+
+
+def test_requests_preempted_and_resumed_in_one_step(engine: SimulatedEngine) -> None:
+    for n in range(3):
+        engine.add(f"r{n}", prompt(4 * C, seed=n), max_tokens=C)
+    for n in range(30):
+        engine.step()
+        if n % 5 == 4:
+            engine.preempt_all()
+    assert sum(_preemptions.values()) > 0
+    engine.run()
+    cold = {name: outcome.tokens for name, outcome in engine.outcomes.items()}
+    engine.forget()
+    for n in range(3):
+        assert engine.generate(prompt(4 * C, seed=n), max_tokens=C).tokens == cold[f"r{n}"]
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+def test_a_server_that_dies_between_the_hit_and_the_load(
+    engine: SimulatedEngine, kvdock: Any
+) -> None:
+    cold = engine.generate(prompt(4 * C), max_tokens=4)
+    engine.forget()
+    engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
+
+    def kill() -> None:
+        if engine.connector._of_scheduler._loads:
+            engine.between_schedule_and_forward = lambda: None
+            kvdock.kill()
+
+    engine.between_schedule_and_forward = kill
+    engine.run()
+    assert kvdock.process.poll() is not None
+    assert engine.outcomes["r"].tokens == cold.tokens
+    assert extra(engine.outcomes["r"]) == 0
+
+
+def test_a_load_that_fails_in_part_counts_what_was_loaded(
+    engine: SimulatedEngine, kvdock: Any
+) -> None:
+    cold = engine.generate(prompt(6 * C), max_tokens=4)
+    engine.forget()
+    engine.add("r", prompt(6 * C), max_tokens=4, kv_transfer_params=ASK)
+
+    def lose_chunk_four() -> None:
+        for load in engine.connector._of_scheduler._loads.values():
+            engine.between_schedule_and_forward = lambda: None
+            assert load.lookup is not None
+            session = load.lookup.live.session
+            assert session.free_locks(load.lookup.lease_id, 4, 5) == 1
+
+    engine.between_schedule_and_forward = lose_chunk_four
+    engine.run()
+    assert engine.outcomes["r"].tokens == cold.tokens
+    assert extra(engine.outcomes["r"]) == 4 * C
+    # Each request asked once, and this one not again because its load failed.
+    assert status(kvdock).counters.lookups == 2
+
+
+def test_a_load_that_fails_from_its_first_block_is_not_tried_again(
+    engine: SimulatedEngine, kvdock: Any
+) -> None:
+    cold = engine.generate(prompt(3 * C), max_tokens=4)
+    engine.forget()
+    engine.add("r", prompt(3 * C), max_tokens=4, kv_transfer_params=ASK)
+
+    def lose_all() -> None:
+        for load in engine.connector._of_scheduler._loads.values():
+            engine.between_schedule_and_forward = lambda: None
+            assert load.lookup is not None
+            load.lookup.live.session.free_locks(load.lookup.lease_id)
+
+    engine.between_schedule_and_forward = lose_all
+    engine.run()
+    assert engine.outcomes["r"].tokens == cold.tokens
+    assert extra(engine.outcomes["r"]) == 0
+    assert status(kvdock).counters.lookups == 2
+
+
+def test_hits_resume_after_a_restart_of_the_server(engine: SimulatedEngine, kvdock: Any) -> None:
+    cold = engine.generate(prompt(4 * C), max_tokens=4)
+    kvdock.kill()
+    engine.forget()
+    assert engine.generate(prompt(4 * C), max_tokens=4).tokens == cold.tokens
+    kvdock.start()
+    _wait_connected(engine)
+    engine.forget()
+    first = engine.generate(prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
+    engine.forget()
+    second = engine.generate(prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
+    assert first.tokens == second.tokens == cold.tokens
+    assert (extra(first), extra(second)) == (0, 4 * C)
+
+
+def _wait_connected(engine: SimulatedEngine, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while engine.connector._of_scheduler._link.current is None:
+        assert time.monotonic() < deadline, "not connected again in time"
+        time.sleep(0.01)
+
+
+def test_a_restart_in_the_middle_of_requests(engine: SimulatedEngine, kvdock: Any) -> None:
+    cold = [engine.generate(prompt(6 * C, seed=n), max_tokens=C).tokens for n in range(3)]
+    engine.forget()
+    for n in range(3):
+        engine.add(f"again{n}", prompt(6 * C, seed=n), max_tokens=C)
+    for n in range(60):
+        engine.step()
+        if n in (2, 20, 40):
+            kvdock.restart()
+    engine.run()
+    assert [engine.outcomes[f"again{n}"].tokens for n in range(3)] == cold
+
+
+def test_a_server_that_appears_later(model: Path, start_server: StartServer) -> None:
+    kvdock = start_server("--chunk-tokens", str(C))
+    kvdock.stop()
+    began = time.monotonic()
+    with SimulatedEngine(model, kvdock.address) as engine:
+        assert time.monotonic() - began < 3
+        cold = engine.generate(prompt(4 * C), kv_transfer_params=ASK)
+        kvdock.start()
+        _wait_connected(engine)
+        engine.generate(prompt(4 * C, seed=1))
+        engine.forget()
+        warm = engine.generate(prompt(4 * C, seed=1), kv_transfer_params=ASK)
+        assert (extra(cold), extra(warm)) == (0, 4 * C)
+
+
+def test_a_stopped_server_costs_each_request_a_moment_at_most(
+    start_engine: StartEngine, kvdock: Any
+) -> None:
+    engine = start_engine(extra_config={"kvdock.lookup_timeout_ms": 100})
+    engine.generate(prompt(2 * C))
+    engine.forget()
+    os.kill(kvdock.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        engine.add("first", prompt(2 * C))
+        while engine.outcomes["first"].finish_reason is None:
+            engine.step()
+        first = time.monotonic() - began
+        assert first < 0.5, "a lookup may take 0.1 s"
+        began = time.monotonic()
+        for n in range(20):
+            engine.add(f"r{n}", prompt(2 * C, seed=n))
+        while any(engine.outcomes[f"r{n}"].finish_reason is None for n in range(20)):
+            engine.step()
+        assert time.monotonic() - began < 0.5, "who waited in vain does not wait again at once"
+        # Stores that were begun hold blocks until they are given up; and they are.
+        engine.run(15)
+    finally:
+        os.kill(kvdock.process.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 10
+    while True:
+        engine.forget()
+        if extra(engine.generate(prompt(2 * C), kv_transfer_params=ASK)) == 2 * C:
+            break
+        assert time.monotonic() < deadline, "the server answers again and is not used"
+        time.sleep(0.1)
+
+
+def test_nothing_that_answers_is_as_good_as_nobody(model: Path, tmp_path: Path) -> None:
+    import socket
+
+    listener = socket.socket(socket.AF_UNIX)
+    path = Path(f"/tmp/kvdock-test-{os.getpid()}.sock")
+    listener.bind(str(path))
+    listener.listen()
+    try:
+        began = time.monotonic()
+        with SimulatedEngine(model, f"unix://{path}") as engine:
+            assert time.monotonic() - began < 5
+            assert engine.generate(prompt(2 * C)).finish_reason == "length"
+    finally:
+        listener.close()
+        path.unlink()
+
+
+def test_a_pool_smaller_than_the_working_set(model: Path, start_server: StartServer) -> None:
+    # A chunk takes 24 KiB; 1 MiB holds 42.
+    kvdock = start_server("--chunk-tokens", str(C), memory="1MiB")
+    with SimulatedEngine(model, kvdock.address) as engine:
+        for _ in range(2):
+            for n in range(10):
+                engine.generate(prompt(8 * C, seed=n))
+                engine.forget()
+        assert status(kvdock).counters.evicted_parts > 0
+        last = engine.generate(prompt(8 * C, seed=9), kv_transfer_params=ASK)
+        assert extra(last) == 8 * C
+        assert_nothing_held(kvdock)
+
+
+def test_a_request_larger_than_the_pool(model: Path, start_server: StartServer) -> None:
+    kvdock = start_server("--chunk-tokens", str(C), memory="1MiB")
+    with SimulatedEngine(model, kvdock.address, num_blocks=300, max_model_len=4096) as engine:
+        for _ in range(3):
+            outcome = engine.generate(prompt(60 * C), max_tokens=C, kv_transfer_params=ASK)
+            engine.forget()
+        assert extra(outcome) <= 42 * C
+        assert_nothing_held(kvdock)
+
+
+# -- reset ------------------------------------------------------------------------------------
+
+
+def test_a_reset_clears_the_server_too(start_engine: StartEngine, kvdock: Any) -> None:
+    engine = start_engine()
+    engine.generate(prompt(4 * C))
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert status(kvdock).index.chunks == 0
+    assert extra(engine.generate(prompt(4 * C), kv_transfer_params=ASK)) == 0
+    engine.forget()
+    assert extra(engine.generate(prompt(4 * C), kv_transfer_params=ASK)) == 4 * C
+
+
+def test_a_reset_reaches_stores_that_are_under_way(
+    start_engine: StartEngine, kvdock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvdock_vllm.copier import Copier
+
+    engine = start_engine()
+    real = Copier.gather
+
+    def slow(self: Copier, *arguments: Any) -> None:
+        time.sleep(0.2)
+        real(self, *arguments)
+
+    monkeypatch.setattr(Copier, "gather", slow)
+    engine.add("r", prompt(2 * C))
+    while engine.outcomes["r"].finish_reason is None:
+        engine.step()
+    assert engine.connector.reset_cache()
+    engine.run()
+    _wait_connected(engine)
+    assert status(kvdock).index.chunks == 0
+    engine.forget()
+    assert extra(engine.generate(prompt(2 * C), kv_transfer_params=ASK)) == 0
+
+
+def test_a_reset_without_server_says_so_and_is_made_up_for(
+    engine: SimulatedEngine, kvdock: Any
+) -> None:
+    engine.generate(prompt(2 * C))
+    os.kill(kvdock.process.pid, signal.SIGSTOP)
+    link = engine.connector._of_scheduler._link
+    try:
+        link._current = None
+        assert engine.connector.reset_cache() is False
+    finally:
+        os.kill(kvdock.process.pid, signal.SIGCONT)
+    _wait_connected(engine)
+    assert status(kvdock).index.chunks == 0
+
+
+# -- ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mla", [False, True])
+def test_tensor_parallel_ranks(start_engine: StartEngine, kvdock: Any, mla: bool) -> None:
+    cold = start_engine(tensor_size=2, mla=mla).generate(prompt(4 * C + 9), max_tokens=C)
+    stored = status(kvdock).counters.stored_shards
+    assert stored == (5 if mla else 10), "with MLA one rank stores, without each its own"
+    warm = start_engine(tensor_size=2, mla=mla).generate(
+        prompt(4 * C + 9), max_tokens=C, kv_transfer_params=ASK
+    )
+    assert warm.tokens == cold.tokens
+    assert extra(warm) == 4 * C
+    assert status(kvdock).counters.retrieved_shards == 8, "each rank loads"
+    assert status(kvdock).counters.stored_shards == stored
+
+
+def test_a_rank_that_cannot_load_makes_all_compute(start_engine: StartEngine, kvdock: Any) -> None:
+    engine = start_engine(tensor_size=2)
+    cold = engine.generate(prompt(4 * C), max_tokens=4)
+    engine.forget()
+    engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
+
+    def lose_for_one() -> None:
+        for load in engine.connector._of_scheduler._loads.values():
+            engine.between_schedule_and_forward = lambda: None
+            assert load.lookup is not None
+            session = load.lookup.live.session
+            assert session.free_locks(load.lookup.lease_id, 2, 3, reader=1) == 1
+
+    engine.between_schedule_and_forward = lose_for_one
+    engine.run()
+    assert engine.outcomes["r"].tokens == cold.tokens
+    assert extra(engine.outcomes["r"]) == 2 * C
+
+
+# -- answers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [
+        (None, None),
+        ({}, None),
+        ({"do_remote_decode": True}, None),
+        ({"num_kvdock_extra_cached_tokens": 0}, {"num_kvdock_extra_cached_tokens": 2 * C}),
+        ({"num_lmcache_extra_cached_tokens": 0}, {"num_lmcache_extra_cached_tokens": 2 * C}),
+    ],
+)
+def test_the_number_comes_where_it_was_asked_for(
+    engine: SimulatedEngine, asked: dict[str, Any] | None, answered: dict[str, Any] | None
+) -> None:
+    engine.generate(prompt(2 * C))
+    engine.forget()
+    assert engine.generate(prompt(2 * C), kv_transfer_params=asked).kv_transfer_params == answered
+
+
+def test_vllm_is_told_what_was_counted(engine: SimulatedEngine) -> None:
+    engine.generate(prompt(3 * C))
+    engine.forget()
+    engine.generate(prompt(4 * C))
+    counted = dict(engine.counted)
+    assert counted.pop("load_seconds") > 0
+    assert counted.pop("store_seconds") > 0
+    chunk_bytes = 3 * C * 128
+    assert counted == {
+        "lookups": 2,
+        "hit_tokens": 3 * C,
+        "loaded_tokens": 3 * C,
+        "loaded_chunks": 3,
+        "loaded_bytes": 3 * chunk_bytes,
+        "stored_chunks": 4,
+        "stored_bytes": 4 * chunk_bytes,
+    }
