@@ -34,7 +34,7 @@ def batch(epoch: int, cursor: int, unix_ms: int, events: Sequence[Event]) -> byt
 
 def snapshot(epoch: int, cursor: int, events: Sequence[Event], *, last: bool) -> bytes:
     """A StreamKVEventsResponse with a piece of a snapshot."""
-    body = pb.SnapshotPiece(last=last).SerializeToString() + _repeated(_SNAPSHOT_EVENT, events)
+    body = _repeated(_SNAPSHOT_EVENT, events) + pb.SnapshotPiece(last=last).SerializeToString()
     return _response(epoch, cursor) + _SNAPSHOT + _length(len(body)) + body
 
 

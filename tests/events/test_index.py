@@ -1,0 +1,145 @@
+"""The mirror alone: what it takes in, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdock import ChunkEventData, GroupKind
+from kvdock.errors import InvalidArgument
+from kvdock.events import (
+    Batch,
+    Cleared,
+    Compacted,
+    Cursor,
+    Filter,
+    Index,
+    Medium,
+    OutOfStepError,
+    PartId,
+    Progress,
+    Removed,
+    SnapshotPiece,
+    Stored,
+)
+
+
+def stored(
+    sequence: int, key: bytes, parent: bytes = b"", group_idx: int | None = None, tag: bytes = b""
+) -> Stored:
+    data = ChunkEventData((b"hash of " + key + tag,))
+    kind = GroupKind.FULL_ATTENTION
+    return Stored(sequence, "n", key, parent, data, Medium.CPU, group_idx, kind, 0)
+
+
+def removed(sequence: int, key: bytes, group_idx: int | None = None, tag: bytes = b"") -> Removed:
+    return Removed(sequence, "n", key, (b"hash of " + key + tag,), Medium.CPU, group_idx)
+
+
+def batch(*events: object, epoch: int = 1, upto: int | None = None) -> Batch:
+    last = events[-1].sequence if upto is None else upto  # type: ignore[attr-defined]
+    return Batch(Cursor(epoch, last), 0, events)  # type: ignore[arg-type]
+
+
+def snapshot(*parts: Stored, at: int = 0, epoch: int = 1, last: bool = True) -> SnapshotPiece:
+    return SnapshotPiece(Cursor(epoch, at), parts, last)
+
+
+def synced(*parts: Stored, only: Filter | None = None) -> Index:
+    index = Index(only)
+    assert index.start == "snapshot"
+    index.apply(snapshot(*parts))
+    return index
+
+
+def test_absent_group_0_and_1_are_three_parts() -> None:
+    index = synced()
+    index.apply(batch(*[stored(n + 1, b"a", group_idx=g) for n, g in enumerate((None, 0, 1))]))
+    assert len(index) == 3
+    index.apply(batch(removed(4, b"a", 0)))
+    assert [part.group_idx for part in index] == [None, 1]
+    assert PartId("n", b"a", 1) in index
+    assert PartId("n", b"a", 0) not in index
+    assert (index.prefix("n", [b"a"], 0), index.prefix("n", [b"a"], 1)) == (0, 1)
+
+
+def test_prefix_ends_at_the_first_chunk_that_is_not_there() -> None:
+    index = synced(stored(1, b"a"), stored(2, b"b", b"a"), stored(3, b"d", b"c"))
+    assert index.prefix("n", [b"a", b"b", b"c", b"d"]) == 2
+    assert index.prefix("n", [b"a", b"b"]) == 2
+    assert index.prefix("other", [b"a"]) == 0
+
+
+def test_clear_removes_children_first() -> None:
+    index = synced(stored(1, b"a"), stored(2, b"b", b"a"))
+    assert index.apply(batch(Cleared(1, "n"))) == [removed(1, b"b"), removed(1, b"a")]
+    assert len(index) == 0
+
+
+def test_a_resync_tells_the_difference() -> None:
+    index = synced(stored(1, b"a"), stored(2, b"b", b"a"), stored(3, b"c", b"b"))
+    index.apply(Compacted(Cursor(1, 3), Cursor(1, 3)))
+    assert index.start == "snapshot"
+    assert index.apply(snapshot(stored(9, b"a"), at=11, epoch=2, last=False)) == []
+    assert len(index) == 3
+    changes = index.apply(
+        snapshot(stored(10, b"b", b"a", tag=b"x"), stored(11, b"d", b"b"), at=11, epoch=2)
+    )
+    assert changes == [
+        removed(11, b"c"),
+        removed(11, b"b"),
+        stored(10, b"b", b"a", tag=b"x"),
+        stored(11, b"d", b"b"),
+    ]
+    assert index.cursor == Cursor(2, 11)
+
+
+def test_a_snapshot_that_was_cut_off_leaves_nothing() -> None:
+    index = synced()
+    index.apply(Compacted(Cursor(1, 3), Cursor(1, 3)))
+    index.apply(snapshot(stored(1, b"a"), at=5, last=False))
+    index.apply(snapshot(stored(6, b"b"), at=6, last=True))
+    assert [part.key for part in index] == [b"b"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        batch(stored(5, b"z")),  # a gap
+        batch(stored(3, b"z")),  # a repetition
+        batch(stored(4, b"a")),  # is there
+        batch(removed(4, b"z")),  # is not there
+        batch(removed(4, b"a", 0)),  # of another group
+        batch(stored(4, b"z"), upto=3),
+        batch(stored(4, b"z"), epoch=2),
+        Progress(Cursor(2, 4)),
+        Progress(Cursor(1, 2)),
+    ],
+)
+def test_what_does_not_follow_is_refused_and_a_snapshot_asked_for(message: object) -> None:
+    index = synced()
+    index.apply(batch(stored(1, b"a"), stored(2, b"b"), stored(3, b"c")))
+    with pytest.raises(OutOfStepError):
+        index.apply(message)  # type: ignore[arg-type]
+    assert index.start == "snapshot"
+
+
+def test_with_a_filter_numbers_may_be_left_out_but_not_repeated() -> None:
+    index = synced(only=Filter(("n",)))
+    index.apply(batch(stored(4, b"a"), upto=9))
+    index.apply(Progress(Cursor(1, 20)))
+    with pytest.raises(OutOfStepError):
+        index.apply(batch(stored(20, b"b"), upto=21))
+
+
+def test_forgetting_removes_everything_children_first() -> None:
+    index = synced(stored(1, b"a"), stored(2, b"b", b"a"))
+    assert index.forget() == [removed(0, b"b"), removed(0, b"a")]
+    assert (len(index), index.start) == (0, "snapshot")
+
+
+def test_cursors_are_text_too() -> None:
+    cursor = Cursor((1 << 64) - 1, 7)
+    assert Cursor.parse(str(cursor)) == cursor
+    for text in ("", "1", "1:", ":1", "a:b", "1:-1"):
+        with pytest.raises(InvalidArgument, match="no cursor"):
+            Cursor.parse(text)
