@@ -250,8 +250,12 @@ class Core:
                 located.append(LocatedShard(part, part.slots[shard], nbytes))
             else:
                 located.append(None)
-        self.count_retrieved([shard for shard in located if shard is not None])
         return located
+
+    def lease_namespace(self, session: Session | None, lease_id: int) -> str:
+        """Name of the namespace that a lease is about; empty if the lease ended."""
+        lease = self._lease(session, lease_id)
+        return lease.space.namespace.name if lease else ""
 
     def count_retrieved(self, shards: Sequence[LocatedShard]) -> None:
         """Count shards that were delivered."""

@@ -15,6 +15,7 @@ from kvdock_server.metrics import MetricsEndpoint
 from kvdock_server.pool.pool import Pool
 from kvdock_server.pool.segment import reclaim_stale_segments
 from kvdock_server.rpc.server import Server
+from kvdock_server.transfer import GpuTransfers
 from kvdock_server.umask import private_files
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,11 @@ async def run(config: Config) -> None:
             logger.info("reclaimed shared memory that a killed server left behind: %s", name)
         pool = Pool(config.memory)
         try:
-            pool.start(loop)
+            transfers = GpuTransfers(pool.segment.address, pool.segment.nbytes)
+            pool.start(loop, transfers.faulted)
             limits = Limits(config.event_log, config.event_log_count)
             core = Core(pool.slots, event_log=limits if config.event_log else None)
-            server = Server(core, pool, config.chunk_tokens)
+            server = Server(core, pool, transfers, config.chunk_tokens)
             metrics = MetricsEndpoint(core, pool, loop, config.metrics_listen)
             with private_files():
                 await server.start(endpoint.target)
@@ -59,6 +61,7 @@ async def run(config: Config) -> None:
             if core.events is not None:
                 core.events.subscribers.close()
             await server.stop(_GRACE_SECONDS)
+            await transfers.close()
             await loop.run_in_executor(None, metrics.close)
         finally:
             pool.stop()

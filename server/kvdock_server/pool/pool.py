@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from kvdock_server.pool.segment import Segment
 from kvdock_server.pool.slots import SlotAllocator
@@ -26,10 +27,14 @@ class Pool:
         self.slots = SlotAllocator(nbytes, slab_bytes(nbytes))
         self.segment = Segment(self.slots.limit_bytes)
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Fault memory in behind the running loop, which alone touches the slots."""
+    def start(self, loop: asyncio.AbstractEventLoop, faulted: Callable[[int, int], None]) -> None:
+        """Fault memory in behind the running loop, which alone touches the slots.
+
+        ``faulted(offset, nbytes)`` is told of each piece, on other threads.
+        """
 
         def ready(offset: int, nbytes: int) -> None:
+            faulted(offset, nbytes)
             loop.call_soon_threadsafe(self.slots.add, offset, nbytes)
 
         self.segment.fault_in(self.slots.slab_bytes, ready)

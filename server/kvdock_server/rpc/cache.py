@@ -14,7 +14,7 @@ from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.index.index import Slot
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import verbs
-from kvdock_server.rpc.copies import retrieve, store
+from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.status import Context, streaming, unary
 from kvdock_server.sessions import Session
 
@@ -25,9 +25,10 @@ MAX_MESSAGE_BYTES = 2 << 20
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     """See cache.proto."""
 
-    def __init__(self, core: Core, pool: Pool) -> None:
+    def __init__(self, core: Core, pool: Pool, copies: Copies) -> None:
         self._core = core
         self._pool = pool
+        self._copies = copies
 
     @unary
     async def RegisterNamespace(  # noqa: N802
@@ -59,11 +60,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     @unary
     async def Store(self, request: pb.StoreRequest, context: Context) -> pb.StoreResponse:  # noqa: N802
-        return await store(self._core, self._session(request), request)
+        return await self._copies.store(self._session(request), request)
 
     @unary
     async def Retrieve(self, request: pb.RetrieveRequest, context: Context) -> pb.RetrieveResponse:  # noqa: N802
-        return await retrieve(self._core, self._session(request), request)
+        return await self._copies.retrieve(self._session(request), request)
 
     @streaming
     async def Put(  # noqa: N802

@@ -19,9 +19,11 @@ from kvdock_server.core import Core
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.admin import AdminService
 from kvdock_server.rpc.cache import CacheService
+from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.events import add_event_service
 from kvdock_server.rpc.reflection import add_reflection
 from kvdock_server.rpc.session import SessionService
+from kvdock_server.transfer import GpuTransfers
 
 MAX_MESSAGE_BYTES = 4 << 20
 
@@ -48,13 +50,16 @@ _OPTIONS = [
 class Server:
     """A gRPC server that is not listening yet."""
 
-    def __init__(self, core: Core, pool: Pool, chunk_tokens: int) -> None:
+    def __init__(self, core: Core, pool: Pool, transfers: GpuTransfers, chunk_tokens: int) -> None:
+        copies = Copies(core, transfers)
         self._grpc = grpc.aio.server(options=_OPTIONS)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(core, pool), self._grpc)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(
+            CacheService(core, pool, copies), self._grpc
+        )
         session_pb2_grpc.add_SessionServiceServicer_to_server(
-            SessionService(core, pool, chunk_tokens), self._grpc
+            SessionService(core, pool, copies, chunk_tokens), self._grpc
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminService(core, pool, chunk_tokens), self._grpc

@@ -15,7 +15,8 @@ from kvdock_server import __version__, sessions
 from kvdock_server.core import Core
 from kvdock_server.errors import invalid
 from kvdock_server.pool.pool import Pool
-from kvdock_server.rpc import copies, verbs
+from kvdock_server.rpc import verbs
+from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.status import Context, as_request_error, to_proto
 from kvdock_server.rpc.status import abort as abort_call
 
@@ -25,8 +26,9 @@ _OPEN_SECONDS = 5.0
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See session.proto."""
 
-    def __init__(self, core: Core, pool: Pool, chunk_tokens: int) -> None:
+    def __init__(self, core: Core, pool: Pool, copies: Copies, chunk_tokens: int) -> None:
         self._core = core
+        self._copies = copies
         self._pool = pool
         self._chunk_tokens = chunk_tokens
 
@@ -46,13 +48,15 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             session = self._open(first)
         except Exception as error:
             await abort_call(context, as_request_error(error))
-        stream = _SessionStream(self._core, session, context)
+        stream = _SessionStream(self._core, self._copies, session, context)
         try:
             await stream.write(pb.SessionResponse(id=first.id, open=self._opened(session)))
             await stream.serve(requests)
         finally:
-            await stream.close()
-            self._core.close_session(session)
+            try:
+                await stream.close()
+            finally:
+                self._core.close_session(session)
 
     def _open(self, first: pb.SessionRequest) -> sessions.Session:
         if first.WhichOneof("request") != "open":
@@ -84,21 +88,24 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 class _SessionStream:
     """Answers the requests of one session."""
 
-    def __init__(self, core: Core, session: sessions.Session, context: Context) -> None:
+    def __init__(
+        self, core: Core, copies: Copies, session: sessions.Session, context: Context
+    ) -> None:
         self._core = core
+        self._copies = copies
         self._session = session
         self._context = context
         self._write_lock = asyncio.Lock()
-        self._copies: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
         """Answer until the client ends the stream."""
         async for request in requests:
             kind = request.WhichOneof("request")
-            if kind in ("store", "retrieve"):
+            if kind in ("store", "retrieve", "register_memory"):
                 task = asyncio.create_task(self._copy(request, kind))
-                self._copies.add(task)
-                task.add_done_callback(self._copies.discard)
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             else:
                 await self.write(self._answer(request, kind))
 
@@ -109,9 +116,10 @@ class _SessionStream:
 
     async def close(self) -> None:
         """End the copies under way; their memory must not be given back before."""
-        for task in self._copies:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._copies, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._copies.release(self._session)
 
     def _answer(self, request: pb.SessionRequest, kind: str | None) -> pb.SessionResponse:
         response = pb.SessionResponse(id=request.id)
@@ -133,8 +141,8 @@ class _SessionStream:
         try:
             self._check(request, kind)
             message: Any = getattr(request, kind)
-            verb: Any = copies.store if kind == "store" else copies.retrieve
-            getattr(response, kind).CopyFrom(await verb(self._core, self._session, message))
+            verb: Any = getattr(self._copies, kind)
+            getattr(response, kind).CopyFrom(await verb(self._session, message))
         except Exception as error:
             response.error.CopyFrom(to_proto(as_request_error(error)))
         await self.write(response)

@@ -135,6 +135,7 @@ def retrieve_shared(
         shard=request.kv_worker_id,
         reader=request.reader,
     )
+    core.count_retrieved([shard for shard in located if shard is not None])
     response = pb.RetrieveResponse(epoch=core.epoch)
     for shard in located:
         if shard is None:
