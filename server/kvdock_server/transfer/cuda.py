@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
 from itertools import cycle
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from kvdock_server.transfer.driver import (
     CudaError,
     Driver,
+    Side,
     rectangle_to_device,
     rectangle_to_host,
 )
@@ -21,6 +23,7 @@ from kvdock_server.transfer.staging import RegionTable, StagingBuffers
 logger = logging.getLogger(__name__)
 
 _EVENTS = 4
+_POLL_SECONDS = 100e-6
 
 
 class Direction(enum.Enum):
@@ -71,8 +74,13 @@ class DeviceMover:
         self._driver.record_event(event, last)
         return event
 
-    def wait(self, ticket: int) -> None:
-        self._driver.synchronize_event(ticket)
+    def wait(self, ticket: int, *, more_under_way: bool) -> None:
+        if more_under_way:
+            # There is time: the link is busy with the next piece.
+            while not self._driver.query_event(ticket):
+                time.sleep(_POLL_SECONDS)
+        else:
+            self._driver.synchronize_event(ticket)
 
     def close(self) -> None:
         self.release_staging()
@@ -126,6 +134,18 @@ class DeviceMover:
                 self._driver.copy_to_device(device, host, nbytes, stream)
 
     def _copy_rectangles(self, rectangles: Rectangles, stream: int) -> None:
+        pinned = self._pool.covers(rectangles.host)
+        if self._driver.has_batch_copy and (pinned is None or pinned.all()):
+            device = Side(rectangles.device, rectangles.device_pitch)
+            host = Side(rectangles.host, rectangles.host_pitch)
+            targets, sources = (host, device) if self._store else (device, host)
+            self._driver.copy_rectangles(
+                targets, sources, rectangles.width, rectangles.height, stream
+            )
+        else:
+            self._copy_rectangles_one_by_one(rectangles, stream)
+
+    def _copy_rectangles_one_by_one(self, rectangles: Rectangles, stream: int) -> None:
         make = rectangle_to_host if self._store else rectangle_to_device
         for device, host, width, height, device_pitch, host_pitch in zip(
             rectangles.device.tolist(),

@@ -13,7 +13,23 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_ulonglong,
+    c_void_p,
+)
+from typing import NamedTuple
+
+import numpy as np
+
+from kvdock_server.transfer.plan import U64
 
 CUDA_SUCCESS = 0
 CUDA_ERROR_NOT_READY = 600
@@ -21,13 +37,13 @@ CUDA_ERROR_NOT_READY = 600
 _CUDA_BATCH_COPY_SINCE = 12_080
 _IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
 _STREAM_NON_BLOCKING = 1
-_EVENT_BLOCKING_SYNC = 1
 _EVENT_DISABLE_TIMING = 2
 _MEMHOSTREGISTER_PORTABLE = 1
 _MEMHOSTALLOC_PORTABLE = 1
 _MEMORYTYPE_HOST = 1
 _MEMORYTYPE_DEVICE = 2
 _SRC_ACCESS_ORDER_STREAM = 1
+_MEMCPY_OPERAND_POINTER = 1
 
 _DevicePtr = ctypes.c_uint64
 
@@ -65,6 +81,13 @@ class _MemcpyAttributes(ctypes.Structure):
         ("dst_loc_hint", _MemLocation),
         ("flags", c_uint),
     ]
+
+
+class Side(NamedTuple):
+    """One side of rectangles: where each begins, and from one row to the next."""
+
+    address: U64
+    pitch: U64
 
 
 class Memcpy2D(ctypes.Structure):
@@ -134,6 +157,34 @@ _SIGNATURES: dict[str, list[type]] = {
     "cuGetErrorName": [c_int, POINTER(c_char_p)],
     "cuGetErrorString": [c_int, POINTER(c_char_p)],
 }
+_OPERAND = [
+    ("type", "<i4"),
+    ("padding", "<i4"),
+    ("address", "<u8"),
+    ("row_length", "<u8"),
+    ("layer_height", "<u8"),
+    ("location_hint", "<i4", 2),
+]
+RECTANGLE_COPY = np.dtype(
+    [
+        ("source", _OPERAND),
+        ("target", _OPERAND),
+        ("width", "<u8"),
+        ("height", "<u8"),
+        ("depth", "<u8"),
+        ("source_access_order", "<i4"),
+        ("flags", "<u4"),
+    ]
+)
+"""CUDA_MEMCPY3D_BATCH_OP with pointers on both sides."""
+
+_BATCH_3D_SIGNATURE: list[type] = [
+    c_size_t,
+    c_void_p,
+    POINTER(c_size_t),
+    c_ulonglong,
+    c_void_p,
+]
 _BATCH_SIGNATURE: list[type] = [
     c_void_p,
     c_void_p,
@@ -173,9 +224,11 @@ class Driver:
         self.version = version.value
         self.has_batch_copy = version.value >= _CUDA_BATCH_COPY_SINCE
         if self.has_batch_copy:
-            # The symbol without suffix is the one of CUDA 12.8, with fail_index. It stays.
+            # The symbols without suffix are those of CUDA 12.8, with fail_index. They stay.
             self._cuda.cuMemcpyBatchAsync.argtypes = _BATCH_SIGNATURE
             self._cuda.cuMemcpyBatchAsync.restype = c_int
+            self._cuda.cuMemcpy3DBatchAsync.argtypes = _BATCH_3D_SIGNATURE
+            self._cuda.cuMemcpy3DBatchAsync.restype = c_int
         self._attributes = _MemcpyAttributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
         self._first_index = c_size_t(0)
 
@@ -290,9 +343,9 @@ class Driver:
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self) -> int:
-        """An event whose waiters sleep."""
+        """An event whose waiters spin."""
         event = c_void_p()
-        self._call("cuEventCreate", byref(event), _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING)
+        self._call("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING)
         assert event.value is not None
         return event.value
 
@@ -341,6 +394,33 @@ class Driver:
             stream,
         )
 
+    def copy_rectangles(
+        self, targets: Side, sources: Side, width: U64, height: U64, stream: int
+    ) -> None:
+        """2-D copies between device and pinned host memory, all in one call.
+
+        A loop of calls would wait for the interpreter lock after each of them.
+        """
+        copies = np.zeros(len(width), dtype=RECTANGLE_COPY)
+        for name, side in (("target", targets), ("source", sources)):
+            copies[name]["type"] = _MEMCPY_OPERAND_POINTER
+            copies[name]["address"] = side.address
+            copies[name]["row_length"] = side.pitch
+            copies[name]["layer_height"] = height
+        copies["width"] = width
+        copies["height"] = height
+        copies["depth"] = 1
+        copies["source_access_order"] = _SRC_ACCESS_ORDER_STREAM
+        fail_index = c_size_t()
+        self._call(
+            "cuMemcpy3DBatchAsync",
+            len(copies),
+            copies.ctypes.data,
+            byref(fail_index),
+            0,
+            stream,
+        )
+
     def copy_2d(self, copy: Memcpy2D, stream: int) -> None:
         self._call("cuMemcpy2DAsync_v2", byref(copy), stream)
 
@@ -350,7 +430,7 @@ class Driver:
         blocks: int,
         threads: int,
         stream: int,
-        arguments: Sequence[ctypes._SimpleCData[int]],
+        arguments: Sequence[ctypes._CData],
     ) -> None:
         """Queue a kernel. The driver has read the arguments when this returns."""
         pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))

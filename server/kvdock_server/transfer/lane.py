@@ -65,8 +65,11 @@ class Mover(Protocol):
         """Called once, first."""
         ...
 
-    def wait(self, ticket: int) -> None:
-        """Return when the piece is copied. Tickets come in the order of their making."""
+    def wait(self, ticket: int, *, more_under_way: bool) -> None:
+        """Return when the piece is copied. Tickets come in the order of their making.
+
+        With ``more_under_way`` there is no hurry; without, somebody waits for just this.
+        """
         ...
 
     def close(self) -> None:
@@ -234,7 +237,7 @@ class Lane:
     def _await_oldest(self) -> None:
         job, piece, ticket = self._under_way.popleft()
         try:
-            self._mover.wait(ticket)
+            self._mover.wait(ticket, more_under_way=bool(self._under_way))
             self._moved(piece)
         except Exception as error:
             job.piece_ended(error)

@@ -4,7 +4,8 @@ For what copy engines would do too slowly: many small segments at no pitch. The 
 process and so takes time slices from the engine's kernels; few launches over much work, on as many
 blocks of threads as the device holds, take the fewest.
 
-The kernel is compiled by CuPy, and launched like all else (driver.py). Where CuPy is absent nothing is staged and copy engines do it all.
+The kernel is compiled by CuPy, and launched like all else (driver.py). Where CuPy is absent nothing
+is staged and copy engines do it all.
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ _BUFFERS = 2
 _THREADS = 512
 _THREAD_BLOCKS = 528  # four for each of the 132 multiprocessors of an H100
 
+_FEW_IDS = 960
+"""As many block ids as fit into a kernel's parameters."""
+
 _SOURCE = r"""
+struct FewIds { unsigned int ids[FEW_IDS]; };
+
 extern "C" __global__ void move_blocks(
     const unsigned long long* __restrict__ device, const unsigned long long* __restrict__ stride,
     const unsigned long long* __restrict__ nbytes, const unsigned long long* __restrict__ offset,
-    const long long* __restrict__ ids, char* __restrict__ buffer, unsigned long long block_bytes,
-    long long segments, int regions, int threads_per_segment, int gather)
+    const unsigned int* __restrict__ many, char* __restrict__ buffer, unsigned long long block_bytes,
+    long long segments, int regions, int threads_per_segment, int gather, const FewIds few)
 {
     const int team = threadIdx.x / threads_per_segment;
     const int teams = blockDim.x / threads_per_segment;
@@ -42,7 +48,8 @@ extern "C" __global__ void move_blocks(
          s += (long long)gridDim.x * teams) {
         const long long block = s / regions;
         const int region = (int)(s % regions);
-        UNIT* page = (UNIT*)(device[region] + ids[block] * stride[region]);
+        const unsigned long long id = many ? many[block] : few.ids[block];
+        UNIT* page = (UNIT*)(device[region] + id * stride[region]);
         UNIT* staged = (UNIT*)(buffer + block * block_bytes + offset[region]);
         const UNIT* __restrict__ source = gather ? page : staged;
         UNIT* __restrict__ target = gather ? staged : page;
@@ -103,9 +110,7 @@ class StagingBuffers:
         self._turn = 0
         self._buffers = driver.allocate(_BUFFERS * STAGED_PIECE_BYTES)
         try:
-            # The kernel reads block ids where they are, over the link: few, and a copy of them
-            # would queue behind the other direction's.
-            self._ids = driver.allocate_host(_BUFFERS * MAX_STAGED_BLOCKS * 8)
+            self._ids = driver.allocate_host(_BUFFERS * MAX_STAGED_BLOCKS * 4)
         except BaseException:
             driver.free(self._buffers)
             raise
@@ -124,8 +129,15 @@ class StagingBuffers:
         self, table: RegionTable, piece: ScatteredBlocks, stream: int, *, gather: bool
     ) -> None:
         """Queue the kernel between the blocks and the buffer that ``next`` gave last."""
-        ids = self._ids + self._turn * MAX_STAGED_BLOCKS * 8
-        ctypes.memmove(ids, np.ascontiguousarray(piece.ids).ctypes.data, piece.ids.nbytes)
+        # Ids go as parameters. Too many for that are read where they are, over the link, which is
+        # slow while it carries loads; but then blocks are small, and so is the rate.
+        few, many = (ctypes.c_uint32 * _FEW_IDS)(), 0
+        ids = piece.ids.astype(np.uint32)
+        if len(ids) <= _FEW_IDS:
+            ctypes.memmove(few, ids.ctypes.data, ids.nbytes)
+        else:
+            many = self._ids + self._turn * MAX_STAGED_BLOCKS * 4
+            ctypes.memmove(many, ids.ctypes.data, ids.nbytes)
         self._driver.launch(
             table.function,
             _THREAD_BLOCKS,
@@ -133,13 +145,14 @@ class StagingBuffers:
             stream,
             [
                 *(ctypes.c_uint64(column) for column in table.columns),
-                ctypes.c_uint64(ids),
+                ctypes.c_uint64(many),
                 ctypes.c_uint64(self._buffers + self._turn * STAGED_PIECE_BYTES),
                 ctypes.c_uint64(piece.block_bytes),
-                ctypes.c_int64(len(piece.ids) * table.count),
+                ctypes.c_int64(len(ids) * table.count),
                 ctypes.c_int32(table.count),
                 ctypes.c_int32(table.threads_per_segment),
                 ctypes.c_int32(gather),
+                few,
             ],
         )
 
@@ -153,7 +166,9 @@ def _kernel(ordinal: int, unit: int) -> Any:
     import cupy
 
     with cupy.cuda.Device(ordinal):
-        kernel = cupy.RawKernel(_SOURCE, "move_blocks", options=(f"-DUNIT={_UNITS[unit]}",))
+        kernel = cupy.RawKernel(
+            _SOURCE, "move_blocks", options=(f"-DUNIT={_UNITS[unit]}", f"-DFEW_IDS={_FEW_IDS}")
+        )
         kernel.compile()
     return kernel
 
