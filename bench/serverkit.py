@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +27,7 @@ class ServerProcess:
         folder: takes the socket and the log; one for each server.
         memory: as --memory, for example "1GiB".
         chunk_tokens: tokens a chunk.
+        arguments: more of ``kvdock serve``.
         timeout_s: for the start, and for the stop.
 
     Raises:
@@ -38,13 +40,14 @@ class ServerProcess:
         *,
         memory: str = "1GiB",
         chunk_tokens: int = 256,
+        arguments: Sequence[str] = (),
         timeout_s: float = 20.0,
     ) -> None:
         self.address = f"unix://{folder / 'kvdock.sock'}"
         self._log = folder / "server.log"
         self._timeout_s = timeout_s
         command = [sys.executable, "-m", "kvdock_server", "--listen", self.address]
-        command += ["--memory", memory, "--chunk-tokens", str(chunk_tokens)]
+        command += ["--memory", memory, "--chunk-tokens", str(chunk_tokens), *arguments]
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         self._wait_until_ready()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvdock.address import Address
 
 MAX_MESSAGE_BYTES = 4 << 20
 """No message of the protocol is larger, in either direction."""
 
-Options = list[tuple[str, int | str]]
+Options = Sequence[tuple[str, int | str]]
 
 
 def options(address: Address) -> Options:
     """gRPC channel options for a server at ``address``."""
-    chosen: Options = [
+    chosen: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         # A server that restarts is found again within a second or so, not after gRPC's backoff of

@@ -16,9 +16,9 @@ from kvdock._idle import Cancellable, IdleLimit
 from kvdock._inline import PUT_METHOD, GetTransfer, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address, default_address, parse
-from kvdock.channel import options
+from kvdock.channel import Options, options
 from kvdock.errors import DeadlineExceeded, Unavailable, from_rpc_error
-from kvdock.events import (
+from kvdock.events.messages import (
     MISSED_SIGNS,
     PROGRESS_INTERVAL,
     Cursor,
@@ -64,13 +64,21 @@ class Client:
 
     ``address`` is the server's; None finds the one of this host (:mod:`kvdock.address`). Each call
     takes at most ``timeout`` seconds (in put and get, each pause does) and raises a subclass of
-    KVDockError.
+    KVDockError. ``channel_options`` are options of gRPC, added to those that every client has.
     """
 
-    def __init__(self, address: str | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        channel_options: Options = (),
+    ) -> None:
         self.address: Address = parse(address or default_address())
         self.timeout = timeout
-        self._channel = grpc.insecure_channel(self.address.target, options(self.address))
+        self._channel = grpc.insecure_channel(
+            self.address.target, [*options(self.address), *channel_options]
+        )
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         # Stubs are made here and not when they are needed: making one from a channel that was
         # closed meanwhile crashes the process.

@@ -21,10 +21,10 @@ from kvdock._inline import PUT_METHOD, GetTransfer, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address, default_address, parse
 from kvdock.aio.session import Session
-from kvdock.channel import options
+from kvdock.channel import Options, options
 from kvdock.client import DEFAULT_TIMEOUT, Progress
 from kvdock.errors import DeadlineExceeded, Unavailable, from_rpc_error
-from kvdock.events import (
+from kvdock.events.messages import (
     MISSED_SIGNS,
     PROGRESS_INTERVAL,
     Cursor,
@@ -61,10 +61,18 @@ if TYPE_CHECKING:
 class Client:
     """A server, asked call by call. As :class:`kvdock.Client`; make it inside its event loop."""
 
-    def __init__(self, address: str | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        channel_options: Options = (),
+    ) -> None:
         self.address: Address = parse(address or default_address())
         self.timeout = timeout
-        self._channel = grpc.aio.insecure_channel(self.address.target, options(self.address))
+        self._channel = grpc.aio.insecure_channel(
+            self.address.target, [*options(self.address), *channel_options]
+        )
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         self._open_session = session_pb2_grpc.SessionServiceStub(self._channel).Session
         self._check_health = self._channel.unary_unary(

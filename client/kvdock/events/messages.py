@@ -1,0 +1,241 @@
+"""The messages of the event stream as plain values, and the request for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from kvdock.errors import InvalidArgument
+from kvdock.types import ChunkEventData, GroupKind
+from kvdock.v1 import events_pb2 as pb
+
+PROGRESS_INTERVAL: Final = 10.0
+"""Seconds after which a quiet server gives a sign of life."""
+
+MISSED_SIGNS: Final = 3
+"""After so many intervals without any message the server counts as lost."""
+
+
+class Medium(IntEnum):
+    """Where bytes are. The names are vLLM's."""
+
+    UNSPECIFIED = pb.MEDIUM_UNSPECIFIED
+    GPU = pb.MEDIUM_GPU
+    CPU = pb.MEDIUM_CPU
+    STORAGE = pb.MEDIUM_STORAGE
+
+    @classmethod
+    def _missing_(cls, value: object) -> Medium:
+        return cls.UNSPECIFIED
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place in a server's log: after the event of that number, in that life of the server."""
+
+    epoch: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}:{self.sequence}"
+
+    @classmethod
+    def parse(cls, text: str) -> Cursor:
+        """From EPOCH:SEQUENCE. Raises InvalidArgument."""
+        epoch, _, sequence = text.partition(":")
+        if not (epoch.isdecimal() and sequence.isdecimal()):
+            raise InvalidArgument(f"{text!r} is no cursor: write EPOCH:SEQUENCE")
+        return cls(int(epoch), int(sequence))
+
+    def to_proto(self) -> pb.Cursor:
+        """The message."""
+        return pb.Cursor(epoch=self.epoch, sequence=self.sequence)
+
+    @classmethod
+    def from_proto(cls, message: pb.Cursor) -> Cursor:
+        """Reads a message."""
+        return cls(message.epoch, message.sequence)
+
+
+class PartId(NamedTuple):
+    """Names one part. ``group_idx`` None and 0 are different."""
+
+    namespace: str
+    key: bytes
+    group_idx: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A part can be found."""
+
+    sequence: int = field(compare=False)
+    namespace: str
+    key: bytes
+    parent_key: bytes
+    """Key of the chunk it extends; empty for a first chunk."""
+    data: ChunkEventData | None
+    """What the storing engine told of it; None if it told nothing."""
+    medium: Medium
+    group_idx: int | None
+    kind: GroupKind
+    window_tokens: int
+
+    @property
+    def id(self) -> PartId:
+        """Which part."""
+        return PartId(self.namespace, self.key, self.group_idx)
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A part cannot be found any more."""
+
+    sequence: int = field(compare=False)
+    namespace: str
+    key: bytes
+    block_hashes: tuple[bytes, ...]
+    """As they were announced."""
+    medium: Medium
+    group_idx: int | None
+
+    @property
+    def id(self) -> PartId:
+        """Which part."""
+        return PartId(self.namespace, self.key, self.group_idx)
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """No part of the namespace can be found any more."""
+
+    sequence: int = field(compare=False)
+    namespace: str
+
+
+Event = Stored | Removed | Cleared
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Events, and the cursor after them."""
+
+    cursor: Cursor
+    unix_ms: int
+    """When the last of them happened."""
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPiece:
+    """Some of what was there at the cursor, parents before children across all pieces."""
+
+    cursor: Cursor
+    stored: tuple[Stored, ...]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Everything up to the cursor was sent."""
+
+    cursor: Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """The wanted place is gone and the stream has ended: ask for a snapshot."""
+
+    cursor: Cursor
+    oldest: Cursor
+    """The oldest place from which a reader could resume."""
+
+
+Message = Batch | SnapshotPiece | Progress | Compacted
+
+
+def message_from_proto(message: pb.StreamKVEventsResponse) -> Message:
+    """Reads a message of the stream."""
+    cursor = Cursor.from_proto(message.cursor)
+    match message.WhichOneof("message"):
+        case "batch":
+            batch = message.batch
+            return Batch(cursor, batch.unix_ms, tuple(map(_event, batch.events)))
+        case "snapshot":
+            piece = message.snapshot
+            return SnapshotPiece(cursor, tuple(map(_stored, piece.stored)), piece.last)
+        case "compacted":
+            return Compacted(cursor, Cursor.from_proto(message.compacted.oldest))
+        case _:
+            # What a newer server adds to the protocol has a cursor as well.
+            return Progress(cursor)
+
+
+def _event(event: pb.Event) -> Event:
+    match event.WhichOneof("event"):
+        case "stored":
+            return _stored(event)
+        case "removed":
+            gone = event.removed
+            return Removed(
+                event.sequence,
+                event.namespace,
+                gone.key,
+                tuple(gone.block_hashes),
+                Medium(gone.medium),
+                gone.group_idx if gone.HasField("group_idx") else None,
+            )
+        case _:
+            return Cleared(event.sequence, event.namespace)
+
+
+def _stored(event: pb.Event) -> Stored:
+    part = event.stored
+    return Stored(
+        event.sequence,
+        event.namespace,
+        part.key,
+        part.parent_key,
+        ChunkEventData.from_proto(part.data) if part.HasField("data") else None,
+        Medium(part.medium),
+        part.group_idx if part.HasField("group_idx") else None,
+        GroupKind(part.kind),
+        part.window_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """What a reader wants to hear of; by default everything."""
+
+    namespaces: tuple[str, ...] = ()
+    group_idx: int | None = None
+    """Only parts of this group. None: of all, also those without group."""
+    medium: Medium = Medium.UNSPECIFIED
+
+    @property
+    def is_all(self) -> bool:
+        """True if it lets everything through."""
+        return self == Filter()
+
+
+def stream_request(
+    start: Cursor | str, only: Filter, progress_interval: float
+) -> pb.StreamKVEventsRequest:
+    """The request for a stream from a cursor, ``"now"`` or ``"snapshot"``."""
+    request = pb.StreamKVEventsRequest(
+        namespaces=only.namespaces,
+        group_idx=only.group_idx,
+        medium=pb.Medium.ValueType(only.medium),
+        progress_interval_ms=round(progress_interval * 1000),
+    )
+    if isinstance(start, Cursor):
+        request.after.CopyFrom(start.to_proto())
+    elif start == "snapshot":
+        request.snapshot.SetInParent()
+    elif start == "now":
+        request.now.SetInParent()
+    else:
+        raise InvalidArgument(f"start {start!r}: a Cursor, 'now' or 'snapshot'")
+    return request
