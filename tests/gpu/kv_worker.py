@@ -185,6 +185,7 @@ class Worker:
 
     def _adopt(self, tensors: list[torch.Tensor], blocks: int) -> None:
         self.tensors, self.num_blocks = tensors, blocks
+        torch.cuda.empty_cache()
         self.fill(0)
 
     @staticmethod

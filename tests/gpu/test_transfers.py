@@ -18,6 +18,8 @@ from kvdock_server.transfer import (
     LayoutError,
     Registration,
     TransferFailedError,
+    plan,
+    staging,
 )
 from kvdock_server.transfer.driver import load_driver
 
@@ -62,7 +64,7 @@ async def round_trip(
     """Store random blocks, load them into others, and compare every byte of the cache."""
     registration, layout = await register(transfers, worker, as_server_types, blocks_per_chunk)
     rng = np.random.default_rng(3)
-    chunks = blocks // 2 // blocks_per_chunk
+    chunks = max(1, blocks // 2 // blocks_per_chunk)
     ids = rng.permutation(blocks) if order == "random" else np.arange(blocks)
     source = ids[: chunks * blocks_per_chunk].tolist()
     skip = blocks_per_chunk - 1
@@ -124,8 +126,11 @@ async def test_staged_blocks_of_every_alignment(
     shared_worker: Any,
     as_server_types: AsServerTypes,
     page: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("cupy")
+    for module in (plan, staging):  # so that the buffers come round again
+        monkeypatch.setattr(module, "STAGED_PIECE_BYTES", 16 << 20)
     blocks = 4 * (((140 << 20) // (7 * page)) // 4)
     span = blocks * page
     shared_worker.make_inside(
@@ -134,6 +139,22 @@ async def test_staged_blocks_of_every_alignment(
     copied = await round_trip(pool, transfers, shared_worker, as_server_types, blocks=blocks)
     staged = {direction for direction, kind in copied if kind == "ScatteredBlocks"}
     assert staged == {"store", "load"}
+
+
+async def test_layers_gigabytes_apart(
+    pool: Any, transfers: GpuTransfers, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    """As in the one allocation of a large cache; beyond 4 GiB only where there is the memory."""
+    driver = load_driver()
+    driver.set_current(driver.retain_context(0))
+    free, _ = driver.memory_info()
+    pitch = next(pitch for pitch in (5 << 30, 9 << 28) if free > 6 * pitch + (4 << 30))
+    shared_worker.make_inside("uint8", [layer * pitch for layer in range(7)], 8, 65536)
+    copied = await round_trip(
+        pool, transfers, shared_worker, as_server_types, blocks=8, blocks_per_chunk=2
+    )
+    assert {kind for _, kind in copied} == {"Rectangles"}
+    shared_worker.make_inside("uint8", [0], 8, 64)
 
 
 async def test_parts_of_the_pool_that_are_not_pinned(

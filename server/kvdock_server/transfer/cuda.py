@@ -10,6 +10,7 @@ from itertools import cycle
 import numpy as np
 
 from kvdock_server.transfer.driver import (
+    CUDA_ERROR_INVALID_VALUE,
     CudaError,
     Driver,
     Side,
@@ -22,7 +23,8 @@ from kvdock_server.transfer.staging import RegionTable, StagingBuffers
 
 logger = logging.getLogger(__name__)
 
-_EVENTS = 4
+_EVENTS = 8
+"""At least two for each piece that may be under way."""
 _POLL_SECONDS = 100e-6
 
 
@@ -135,15 +137,23 @@ class DeviceMover:
 
     def _copy_rectangles(self, rectangles: Rectangles, stream: int) -> None:
         pinned = self._pool.covers(rectangles.host)
-        if self._driver.has_batch_copy and (pinned is None or pinned.all()):
-            device = Side(rectangles.device, rectangles.device_pitch)
-            host = Side(rectangles.host, rectangles.host_pitch)
-            targets, sources = (host, device) if self._store else (device, host)
-            self._driver.copy_rectangles(
-                targets, sources, rectangles.width, rectangles.height, stream
-            )
-        else:
-            self._copy_rectangles_one_by_one(rectangles, stream)
+        try:
+            if self._driver.has_batch_copy and (pinned is None or pinned.all()):
+                device = Side(rectangles.device, rectangles.device_pitch)
+                host = Side(rectangles.host, rectangles.host_pitch)
+                targets, sources = (host, device) if self._store else (device, host)
+                self._driver.copy_rectangles(
+                    targets, sources, rectangles.width, rectangles.height, stream
+                )
+            else:
+                self._copy_rectangles_one_by_one(rectangles, stream)
+        except CudaError as error:
+            if error.code != CUDA_ERROR_INVALID_VALUE:
+                raise
+            # A pitch of 2 GiB or more, CU_DEVICE_ATTRIBUTE_MAX_PITCH, is not documented to work. It
+            # does with driver 580, also beyond 4 GiB (tests/gpu), and large caches have it.
+            logger.warning("this driver refuses rectangles, rows go one by one: %s", error)
+            self._copy_segments(rectangles.rows(), stream)
 
     def _copy_rectangles_one_by_one(self, rectangles: Rectangles, stream: int) -> None:
         make = rectangle_to_host if self._store else rectangle_to_device

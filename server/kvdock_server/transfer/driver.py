@@ -32,6 +32,7 @@ import numpy as np
 from kvdock_server.transfer.plan import U64
 
 CUDA_SUCCESS = 0
+CUDA_ERROR_INVALID_VALUE = 1
 CUDA_ERROR_NOT_READY = 600
 
 _CUDA_BATCH_COPY_SINCE = 12_080

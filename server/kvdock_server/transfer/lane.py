@@ -1,7 +1,7 @@
 """A lane: one thread that copies in one direction for one device.
 
 Each device has two, so that loads never wait behind stores. A lane takes its jobs piece by piece in
-turn, so a small load passes a large one, and keeps two pieces under way, so that the link never
+turn, so a small load passes a large one, and keeps a few pieces under way, so that the link never
 waits for the thread.
 
 A job starts when it is ready, that is when the engine's kernels before it are done. The lane asks
@@ -26,7 +26,11 @@ from kvdock_server.transfer.plan import Piece
 
 logger = logging.getLogger(__name__)
 
-_PIECES_UNDER_WAY = 2
+_LEAST_UNDER_WAY = 2
+_MOST_UNDER_WAY = 3
+_FULL_BYTES = 96 << 20
+"""Under way are two pieces, and a third if that is little: the thread may be late, since it shares
+the interpreter with the event loop. Of staged pieces there are never more than two."""
 _POLL_SECONDS = 50e-6
 
 
@@ -199,7 +203,7 @@ class Lane:
             self._refuse(TransferFailedError(f"the copy thread could not start: {error}"))
         while self._take_new():
             self._admit()
-            while self._running and len(self._under_way) < _PIECES_UNDER_WAY:
+            while self._running and self._has_room():
                 job = self._running.popleft()
                 started = job.start_next()
                 if started is not None:
@@ -213,6 +217,13 @@ class Lane:
         for job in (*self._waiting, *self._running):
             job.give_up(self._closed)
         self._mover.close()
+
+    def _has_room(self) -> bool:
+        count = len(self._under_way)
+        if count < _LEAST_UNDER_WAY:
+            return True
+        nbytes = sum(piece.total_bytes for _, piece, _ in self._under_way)
+        return count < _MOST_UNDER_WAY and nbytes < _FULL_BYTES
 
     def _take_new(self) -> bool:
         """Collect new jobs; sleep while there is nothing else to do. False to stop."""

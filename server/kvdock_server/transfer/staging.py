@@ -38,8 +38,9 @@ struct FewIds { unsigned int ids[FEW_IDS]; };
 extern "C" __global__ void move_blocks(
     const unsigned long long* __restrict__ device, const unsigned long long* __restrict__ stride,
     const unsigned long long* __restrict__ nbytes, const unsigned long long* __restrict__ offset,
-    const unsigned int* __restrict__ many, char* __restrict__ buffer, unsigned long long block_bytes,
-    long long segments, int regions, int threads_per_segment, int gather, const FewIds few)
+    const unsigned int* __restrict__ many, char* __restrict__ buffer,
+    unsigned long long block_bytes, long long segments, int regions, int threads_per_segment,
+    int gather, const FewIds few)
 {
     const int team = threadIdx.x / threads_per_segment;
     const int teams = blockDim.x / threads_per_segment;

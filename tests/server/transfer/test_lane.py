@@ -133,14 +133,14 @@ def test_a_cancelled_transfer_settles_when_its_last_piece_is_done(
     mover.gate.clear()
     transfer = HostTransfer(mover, "a", 50)
     job = lane.submit(transfer)
-    eventually(lambda: len(mover.started) == 2)
+    eventually(lambda: len(mover.started) == 3)
     job.cancel()
     time.sleep(0.02)
-    assert not job.settled.done()  # two pieces still write to the target
+    assert not job.settled.done()  # three pieces still write to the target
     mover.gate.set()
     with pytest.raises(TransferCancelledError):
         job.settled.result(5)
-    assert mover.log == ["open", "a", "a"]
+    assert mover.log == ["open", "a", "a", "a"]
     assert transfer.finished == 1
 
 
@@ -190,7 +190,7 @@ def test_closing_cancels_what_is_there_and_refuses_what_comes(mover: HostMover) 
     transfers = [HostTransfer(mover, "a", 50), HostTransfer(mover, "b", 1)]
     transfers[1].is_ready = False
     jobs = [lane.submit(transfer) for transfer in transfers]
-    eventually(lambda: len(mover.started) == 2)
+    eventually(lambda: len(mover.started) == 3)
     threading.Timer(0.02, mover.gate.set).start()
     lane.close()
     jobs.append(lane.submit(HostTransfer(mover, "late", 1)))

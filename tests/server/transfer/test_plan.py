@@ -78,9 +78,8 @@ def runs_of(piece: Segments | Rectangles) -> Iterator[tuple[int, int, int]]:
         piece.host_pitch.tolist(),
         strict=True,
     ):
-        # What cudaMemcpy2D asks of its arguments.
-        assert width <= device_pitch <= planning.MAX_PITCH
-        assert width <= host_pitch <= planning.MAX_PITCH
+        assert width <= device_pitch  # as the driver asks
+        assert width <= host_pitch
         for row in range(height):
             yield device + row * device_pitch, host + row * host_pitch, width
 
@@ -329,14 +328,6 @@ def test_little_work_is_never_staged() -> None:
 def test_only_the_scattered_part_of_a_request_is_staged() -> None:
     ids = [*range(256), *(i for i in RANDOM if i >= 256)]
     assert kinds(llama(apart=True), ids) == {Rectangles, ScatteredBlocks}
-
-
-def test_layers_further_apart_than_a_pitch_may_be_are_no_rectangle() -> None:
-    far = 3 << 30
-    layout = GroupLayout(
-        BLOCKS, 16, tuple(BlockRegion(0, i * far, LLAMA_PAGE, LLAMA_PAGE) for i in range(32))
-    )
-    assert kinds(layout, RANDOM[:32], stage=False) == {Segments}
 
 
 def test_only_blocks_on_a_border_lose_their_rectangles() -> None:
