@@ -176,7 +176,7 @@ class DeviceMover:
     ) -> int:
         """Kernel and copy on a stream each, so that neighbouring pieces overlap."""
         assert self._staging is not None
-        buffer = np.uint64(self._staging.next())
+        buffer = np.uint64(self._staging.acquire())
         in_buffer = Segments(piece.host.device + buffer, piece.host.host, piece.host.nbytes)
         event = next(self._next_event)
         if self._store:
@@ -184,9 +184,12 @@ class DeviceMover:
             self._driver.record_event(event, kernels)
             self._driver.wait_event(copies, event)
             self._copy_segments(in_buffer, copies)
-            return copies
-        self._copy_segments(in_buffer, copies)
-        self._driver.record_event(event, copies)
-        self._driver.wait_event(kernels, event)
-        self._staging.launch(table, piece, kernels, gather=False)
-        return kernels
+            last = copies
+        else:
+            self._copy_segments(in_buffer, copies)
+            self._driver.record_event(event, copies)
+            self._driver.wait_event(kernels, event)
+            self._staging.launch(table, piece, kernels, gather=False)
+            last = kernels
+        self._staging.release(last)
+        return last

@@ -30,7 +30,7 @@ _LEAST_UNDER_WAY = 2
 _MOST_UNDER_WAY = 3
 _FULL_BYTES = 96 << 20
 """Under way are two pieces, and a third if that is little: the thread may be late, since it shares
-the interpreter with the event loop. Of staged pieces there are never more than two."""
+the interpreter with the event loop."""
 _POLL_SECONDS = 50e-6
 
 

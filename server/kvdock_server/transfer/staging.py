@@ -112,6 +112,7 @@ class StagingBuffers:
         self._buffers = driver.allocate(_BUFFERS * STAGED_PIECE_BYTES)
         try:
             self._ids = driver.allocate_host(_BUFFERS * MAX_STAGED_BLOCKS * 4)
+            self._released = [driver.create_event() for _ in range(_BUFFERS)]
         except BaseException:
             driver.free(self._buffers)
             raise
@@ -121,15 +122,20 @@ class StagingBuffers:
         """Bytes of device memory."""
         return _BUFFERS * STAGED_PIECE_BYTES
 
-    def next(self) -> int:
-        """The address of the next buffer. Whoever had it before must be done with it."""
+    def acquire(self) -> int:
+        """The address of the next buffer, when whoever had it before is done with it."""
         self._turn = (self._turn + 1) % _BUFFERS
+        self._driver.synchronize_event(self._released[self._turn])
         return self._buffers + self._turn * STAGED_PIECE_BYTES
+
+    def release(self, stream: int) -> None:
+        """What the stream has queued so far is the last use of the buffer acquired last."""
+        self._driver.record_event(self._released[self._turn], stream)
 
     def launch(
         self, table: RegionTable, piece: ScatteredBlocks, stream: int, *, gather: bool
     ) -> None:
-        """Queue the kernel between the blocks and the buffer that ``next`` gave last."""
+        """Queue the kernel between the blocks and the buffer acquired last."""
         # Ids go as parameters. Too many for that are read where they are, over the link, which is
         # slow while it carries loads; but then blocks are small, and so is the rate.
         few, many = (ctypes.c_uint32 * _FEW_IDS)(), 0
@@ -160,6 +166,8 @@ class StagingBuffers:
     def close(self) -> None:
         self._driver.free(self._buffers)
         self._driver.free_host(self._ids)
+        for event in self._released:
+            self._driver.destroy_event(event)
 
 
 @functools.cache
