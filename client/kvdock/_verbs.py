@@ -29,7 +29,6 @@ from kvdock.types import (
     Lease,
     MemoryRegistration,
     Namespace,
-    NamespaceStatus,
     Reservation,
     SessionRole,
     TransferMode,
@@ -239,15 +238,6 @@ def register_memory(
 
 def status() -> Call[admin_pb2.StatusRequest, admin_pb2.StatusResponse, admin_pb2.StatusResponse]:
     return Call(admin_pb2.StatusRequest(), lambda response: response)
-
-
-def namespaces() -> Call[
-    admin_pb2.ListNamespacesRequest, admin_pb2.ListNamespacesResponse, list[NamespaceStatus]
-]:
-    return Call(
-        admin_pb2.ListNamespacesRequest(),
-        lambda response: [NamespaceStatus.from_proto(entry) for entry in response.namespaces],
-    )
 
 
 def list_chunks(namespace: str) -> admin_pb2.ListChunksRequest:

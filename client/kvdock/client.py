@@ -240,7 +240,14 @@ class Client:
 
     def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
         """Every registered namespace, in the order of registration."""
-        return self._call(self._admin.ListNamespaces, _verbs.namespaces(), timeout)
+        with self._errors():
+            responses = self._admin.ListNamespaces(admin_pb2.ListNamespacesRequest())
+        found = []
+        with self._stream(responses, timeout) as idle:
+            for response in responses:
+                idle.touch()
+                found.append(NamespaceStatus.from_proto(response.namespace))
+        return found
 
     def chunks(self, namespace: str, *, timeout: float | None = None) -> Iterator[PartStatus]:
         """The parts of a namespace as they are at one moment, parents before children.

@@ -142,6 +142,16 @@ class DeviceMemory(KVDockError):
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class Stalled(DeadlineExceeded):
+    """The server gave up a stream on which nothing happened for too long."""
+
+
+class TooManyNamespaces(KVDockError):
+    """The server keeps no more namespaces: clear one of those that hold something."""
+
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 class NoEventLog(KVDockError):
     """The server keeps no event log."""
 
@@ -175,6 +185,8 @@ CLASS_OF_REASON: dict[str, type[KVDockError]] = {
     "WRONG_LENGTH": WrongLength,
     "WRONG_MODE": WrongMode,
     "DEVICE_MEMORY": DeviceMemory,
+    "TOO_MANY_NAMESPACES": TooManyNamespaces,
+    "STALLED": Stalled,
     "DRAINING": Draining,
     "NO_EVENT_LOG": NoEventLog,
     "INTERNAL": ServerError,

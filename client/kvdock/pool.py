@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 _SHM_FOLDER = Path("/dev/shm")
 
+# struct flock: type, whence, start, length, process.
+_FLOCK = struct.Struct("@hhqqi4x")
+
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
@@ -39,11 +44,24 @@ _PREFAULT_POLL_SECONDS = 0.2
 class Pool:
     """Maps segments when they are first needed. Thread-safe."""
 
-    def __init__(self, segments: Sequence[Segment], *, server: str, is_local: bool) -> None:
-        """``server`` is the address for messages; ``is_local`` whether it is of this host."""
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        *,
+        server: str,
+        is_local: bool,
+        guard: int | None = None,
+    ) -> None:
+        """``server`` is the address for messages; ``is_local`` whether it is of this host.
+
+        ``guard`` is the session's byte of the segments' files. It stays locked for as long as a
+        mapping lives, so that the server gives nobody the memory that is being written here, even
+        if the session is lost meanwhile.
+        """
         self._segments = {segment.segment_id: segment for segment in segments}
         self._server = server
         self._is_local = is_local
+        self._guard = guard
         self._lock = threading.Lock()
         self._maps: dict[int, mmap.mmap] = {}
         self._views: dict[int, memoryview] = {}
@@ -133,6 +151,10 @@ class Pool:
                         f"{path} has {nbytes:,} bytes, the server said {segment.nbytes:,}: it is "
                         f"another server's; do both processes see the same /dev/shm?"
                     )
+                if self._guard is not None:
+                    # The mapping keeps a duplicate of the descriptor, and with it the lock.
+                    lock = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, self._guard, 1, 0)
+                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
                 return mmap.mmap(fd, segment.nbytes)
         except OSError as error:
             raise PoolUnmappable(

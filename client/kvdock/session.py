@@ -94,7 +94,12 @@ class Session:
             self._stream.close(_NO_GRACE)
             raise
         self.info = SessionInfo.from_proto(response)
-        self._pool = Pool(self.info.segments, server=str(address), is_local=address.is_local)
+        self._pool = Pool(
+            self.info.segments,
+            guard=self.info.guard,
+            server=str(address),
+            is_local=address.is_local,
+        )
         self._stream.keep_alive(self.info.ttl)
 
     @property

@@ -356,6 +356,8 @@ class SessionInfo:
     ttl: float
     """Seconds of silence after which the session expires."""
     segments: tuple[Segment, ...]
+    guard: int
+    """Byte of the segments' files that is kept locked while they are mapped."""
 
     @classmethod
     def from_proto(cls, message: session_pb2.OpenResponse) -> SessionInfo:
@@ -367,6 +369,7 @@ class SessionInfo:
             chunk_tokens=message.chunk_tokens,
             ttl=message.ttl_ms / 1000,
             segments=tuple(Segment.from_proto(segment) for segment in message.segments),
+            guard=message.guard,
         )
 
 

@@ -13,16 +13,19 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from kvdock.address import default_socket_path
 from kvdock_server import __version__
+from kvdock_server.index.namespace import MAX_CHUNK_TOKENS
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
 
 MIN_MEMORY_BYTES = 1 << 20
+MAX_MEMORY_BYTES = 1 << 63
 
 
 class ConfigError(Exception):
@@ -34,13 +37,20 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     if not match:
         raise ValueError(f"{text!r} is not a size: write for example 8GiB, 500MB or 1048576")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError("at least 1")
+    return value
+
+
+def _chunk_tokens(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= MAX_CHUNK_TOKENS:
+        raise ValueError(f"from 1 to {MAX_CHUNK_TOKENS}")
     return value
 
 
@@ -53,8 +63,8 @@ def _seconds(text: str) -> float:
 
 def _memory(text: str) -> int:
     value = parse_bytes(text)
-    if value < MIN_MEMORY_BYTES:
-        raise ValueError("at least 1MiB")
+    if not MIN_MEMORY_BYTES <= value < MAX_MEMORY_BYTES:
+        raise ValueError("at least 1MiB and less than 8EiB")
     return value
 
 
@@ -88,7 +98,7 @@ class Config:
         "unix:///PATH or HOST:PORT (a Unix socket in $XDG_RUNTIME_DIR, else in /tmp/kvdock-UID)",
     )
     chunk_tokens: int = _setting(
-        256, _positive, "N", "tokens a chunk that engines are told to use (256)"
+        256, _chunk_tokens, "N", "tokens a chunk that engines are told to use (256)"
     )
     event_log: int = _setting(0, _size, "SIZE", "memory for the log of KV events; 0: none (0)")
     event_log_count: int = _setting(
@@ -159,7 +169,7 @@ def load(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
 def _read(file: str) -> dict[str, Any]:
     try:
         values = tomllib.loads(Path(file).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"configuration file {file}: {error}") from None
     unknown = set(values) - {setting.name for setting in fields(Config)}
     if unknown:

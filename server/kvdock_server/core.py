@@ -17,7 +17,6 @@ from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.index.chunk import Part
-from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvdock_server.index.index import HitSpan, Index, ReserveStatus, Slot
 from kvdock_server.index.lease import Lease, LeaseTable
 from kvdock_server.pool.slots import SlotAllocator
@@ -25,7 +24,8 @@ from kvdock_server.sessions import Mode, Reservation, Role, Session, SessionTabl
 
 KEY_BYTES = 32
 MAX_KEYS = 16_384
-MAX_READERS = 4_096
+MAX_READERS = 256
+MAX_LOCK_RANGES = 256
 DEFAULT_LEASE_TTL_MS = 30_000
 MAX_LEASE_TTL_MS = 600_000
 
@@ -65,18 +65,22 @@ class Counters:
 
 
 class Core:
-    """One server's state."""
+    """One server's state.
+
+    ``still_mapped`` tells whether the process of a session whose stream ended may still be writing
+    into the pool.
+    """
 
     def __init__(
         self,
         slots: SlotAllocator,
         *,
-        policy: EvictionPolicy | None = None,
+        still_mapped: Callable[[Session], bool] = lambda session: False,
         event_log: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = secrets.randbits(64) or 1
-        self.index = Index(slots, policy or LeastRecentlyUsed())
+        self.index = Index(slots)
         self.events: Publisher | None = None
         if event_log is not None:
             self.index.watcher = self.events = Publisher(self.epoch, Log(event_log))
@@ -85,7 +89,10 @@ class Core:
         self.counters = Counters()
         self.draining = False
         self.clock = clock
+        self._still_mapped = still_mapped
         self._reservations: dict[int, Session] = {}
+        self._lingering: list[Session] = []
+        self._readings = 0
 
     # Sessions
 
@@ -112,15 +119,19 @@ class Core:
         )
 
     def close_session(self, session: Session) -> None:
-        """The session's stream ended: release all that it held."""
-        self._release_locks(session)
-        for reservation in list(session.reservations.values()):
-            self._abort(session, reservation)
+        """The session's stream ended: release all that it held.
+
+        Memory that its process may still be writing to is released when it cannot any more.
+        """
+        self._let_go(session)
         self.sessions.close(session)
+        self._lingering.append(session)
+        self._free_unmapped()
 
     def sweep(self) -> None:
         """Carry out what time alone brings about. Call it about once a second."""
         now = self.clock()
+        self._free_unmapped()
         self.leases.expire(now)
         self.index.give_up_overdue(now)
         if self.events is not None:
@@ -128,7 +139,12 @@ class Core:
         for session in self.sessions:
             if not session.expired and now - session.last_seen > session.ttl:
                 session.expired = True
-                self._release_locks(session)
+                self._let_go(session)
+
+    def excuse_silence(self, seconds: float) -> None:
+        """The server itself was stopped for so long: nobody's silence counts."""
+        for session in self.sessions:
+            session.last_seen += seconds
 
     # Looking up and locking
 
@@ -180,26 +196,25 @@ class Core:
         ranges: Sequence[tuple[int, int, int, int | None, int | None]],
     ) -> list[int]:
         """Free (lease_id, first_chunk, end_chunk, reader, group_idx) each; how many were held."""
-        if len(ranges) > MAX_KEYS:
-            raise invalid(f"{len(ranges)} lock ranges: at most {MAX_KEYS}")
+        if len(ranges) > MAX_LOCK_RANGES:
+            raise invalid(f"{len(ranges)} lock ranges: at most {MAX_LOCK_RANGES}")
+        # All is looked at before anything is freed: a call that fails changes nothing.
         leases = [self._lease(session, lease_id) for lease_id, *_ in ranges]
+        positions = [
+            lease.space.namespace.position(group_idx) if lease and group_idx is not None else None
+            for lease, (*_, group_idx) in zip(leases, ranges, strict=True)
+        ]
         released = []
-        for lease, (_, first, end, reader, group_idx) in zip(leases, ranges, strict=True):
-            if lease is None:
-                released.append(0)
-                continue
+        for lease, position, (_, first, end, reader, _) in zip(
+            leases, positions, ranges, strict=True
+        ):
             if session is not None and session.role is Role.WORKER:
                 reader = session.worker_id
+            readers = None if reader is None else [reader]
             released.append(
-                self.leases.release(
-                    lease,
-                    first,
-                    end or None,
-                    readers=None if reader is None else [reader],
-                    position=(
-                        None if group_idx is None else lease.space.namespace.position(group_idx)
-                    ),
-                )
+                self.leases.release(lease, first, end or None, readers=readers, position=position)
+                if lease is not None
+                else 0
             )
         return released
 
@@ -241,7 +256,7 @@ class Core:
         if end - first > MAX_KEYS:
             raise invalid(f"{end - first} chunks: at most {MAX_KEYS}")
         nbytes = lease.space.shard_bytes(position, shard)
-        lease.in_use = True
+        lease.copying.add(reader)
         located: list[LocatedShard | None] = []
         for chunk in range(first, end):
             index = chunk - locked.span.first
@@ -367,10 +382,12 @@ class Core:
                 break
             shards.append(LocatedShard(part, part.slots[shard], nbytes))
         self.index.pin([shard.part for shard in shards])
+        self._readings += 1
         return shards
 
     def done_reading(self, shards: Sequence[LocatedShard]) -> None:
         """Unpin what ``readable`` pinned."""
+        self._readings -= 1
         for shard in shards:
             self.index.unpin(shard.part)
 
@@ -384,7 +401,11 @@ class Core:
     @property
     def is_idle(self) -> bool:
         """True if nobody may be copying out of the pool or into it."""
-        return not self.index.reserved_bytes and not any(lease.in_use for lease in self.leases)
+        return (
+            not self.index.reserved_bytes
+            and not self._readings
+            and not any(lease.copying for lease in self.leases)
+        )
 
     def _refuse_when_draining(self) -> None:
         if self.draining:
@@ -395,11 +416,40 @@ class Core:
     def _lease(self, session: Session | None, lease_id: int) -> Lease | None:
         return self.leases.get(lease_id, session.engine_id if session else None)
 
-    def _release_locks(self, session: Session) -> None:
-        if session.role is Role.WORKER:
+    def _let_go(self, session: Session) -> None:
+        """Free a session's locks, and let others store what it was storing."""
+        self.leases.release_owner(session.session_id)
+        if session.role is Role.WORKER and not self._has_successor(session):
             self.leases.release_reader(session.engine_id, session.worker_id)
-        else:
-            self.leases.release_owner(session.session_id)
+        if not session.disowned:
+            session.disowned = True
+            for reservation in session.reservations.values():
+                for slot in reservation.open.values():
+                    self.index.disown(slot)
+
+    def _has_successor(self, session: Session) -> bool:
+        """True if the same worker has connected anew, and holds its locks by that session."""
+        return any(
+            other is not session
+            and not other.expired
+            and other.role is Role.WORKER
+            and (other.engine_id, other.worker_id) == (session.engine_id, session.worker_id)
+            for other in self.sessions
+        )
+
+    def _free_unmapped(self) -> None:
+        """Free the memory of ended sessions whose processes cannot write any more."""
+        still_mapped = []
+        for session in self._lingering:
+            if session.reservations and self._still_mapped(session):
+                still_mapped.append(session)
+                continue
+            for reservation in list(session.reservations.values()):
+                for slot in reservation.open.values():
+                    self.index.free(slot)
+                reservation.open.clear()
+                self._forget_if_done(session, reservation)
+        self._lingering = still_mapped
 
     def _reservation(self, session: Session, reservation_id: int) -> Reservation | None:
         owner = self._reservations.get(reservation_id)

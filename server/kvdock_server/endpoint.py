@@ -21,9 +21,10 @@ class UnixEndpoint:
     server goes, since removing it would let two servers hold a lock each.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, target: str) -> None:
         """Claim the path; EndpointError if another server has it or the folder is not safe."""
         self.path = path
+        self.target = target
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -42,12 +43,10 @@ class UnixEndpoint:
                 f"another server listens on {path}: use that one, stop it, or choose another "
                 "address with --listen"
             ) from None
+        if path.exists() and not path.is_socket():
+            os.close(self._lock)
+            raise EndpointError(f"{path} is there and is no socket: choose another with --listen")
         path.unlink(missing_ok=True)
-
-    @property
-    def target(self) -> str:
-        """The address as gRPC wants it."""
-        return f"unix:{self.path}"
 
     def close(self) -> None:
         """Remove the socket."""
@@ -71,7 +70,7 @@ Endpoint = UnixEndpoint | TcpEndpoint
 def claim(address: Address) -> Endpoint:
     """The endpoint for an address; EndpointError if it cannot be had."""
     if address.socket_path is not None:
-        return UnixEndpoint(address.socket_path)
+        return UnixEndpoint(address.socket_path, address.target)
     return TcpEndpoint(address.target)
 
 

@@ -9,6 +9,7 @@ class Code(Enum):
     """The gRPC status codes that the domain uses, by their numbers."""
 
     INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
@@ -38,6 +39,8 @@ class Reason(Enum):
     DRAINING = Code.UNAVAILABLE, 15
     INTERNAL = Code.INTERNAL, 16
     NO_EVENT_LOG = Code.UNIMPLEMENTED, 17
+    TOO_MANY_NAMESPACES = Code.RESOURCE_EXHAUSTED, 18
+    STALLED = Code.DEADLINE_EXCEEDED, 19
 
     @property
     def code(self) -> Code:

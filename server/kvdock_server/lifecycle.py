@@ -43,7 +43,11 @@ async def run(config: Config) -> None:
             transfers = GpuTransfers(pool.segment.address, pool.segment.nbytes)
             pool.start(loop, transfers.faulted)
             limits = Limits(config.event_log, config.event_log_count)
-            core = Core(pool.slots, event_log=limits if config.event_log else None)
+            core = Core(
+                pool.slots,
+                still_mapped=lambda session: pool.segment.is_guarded(session.guard),
+                event_log=limits if config.event_log else None,
+            )
             server = Server(core, pool, transfers, config.chunk_tokens)
             metrics = MetricsEndpoint(core, pool, loop, config.metrics_listen)
             with private_files():
@@ -71,8 +75,12 @@ async def run(config: Config) -> None:
 
 async def _sweep(core: Core) -> None:
     while True:
+        before = core.clock()
         await asyncio.sleep(_SWEEP_SECONDS)
+        late = core.clock() - before - _SWEEP_SECONDS
         try:
+            if late > _SWEEP_SECONDS:
+                core.excuse_silence(late)
             core.sweep()
         except Exception:
             logger.exception("a sweep failed; the next one follows")

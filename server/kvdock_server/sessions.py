@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.index.index import Slot
@@ -41,7 +42,11 @@ class Reservation:
 
 @dataclass(eq=False)
 class Session:
-    """One connected process. ``last_seen`` is the loop's clock in seconds."""
+    """One connected process. ``last_seen`` is the loop's clock in seconds.
+
+    ``guard`` is the byte of the pool's file that the process keeps locked while it has the pool
+    mapped. ``disowned`` tells that what it reserved will not be committed any more.
+    """
 
     session_id: int
     engine_id: str
@@ -51,9 +56,11 @@ class Session:
     ttl: float
     client: str
     last_seen: float
+    guard: int
     mode: Mode = Mode.SHARED
     mode_reason: str = "the client copies by itself"
     expired: bool = False
+    disowned: bool = False
     reservations: dict[int, Reservation] = field(default_factory=dict)
 
     @property
@@ -67,6 +74,7 @@ class SessionTable:
 
     def __init__(self) -> None:
         self._sessions: dict[int, Session] = {}
+        self._guards = count()
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -108,6 +116,7 @@ class SessionTable:
             ttl=ttl_ms / 1000,
             client=client,
             last_seen=now,
+            guard=next(self._guards),
         )
         self._sessions[session_id] = session
         return session

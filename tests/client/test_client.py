@@ -52,7 +52,8 @@ def test_a_lookup_locks_for_each_reader_and_a_probe_for_nobody(
     hit = client.lookup("test", prompt.keys, readers=2)
     assert hit.lease is not None
     assert [(group.first_chunk, group.end_chunk) for group in hit.groups] == [(0, 4)]
-    assert [part.locks for part in client.chunks("test")] == [2] * 4
+    assert [part.locks for part in client.chunks("test")] == [1] * 4
+    assert client.status().index.locks == 8
     assert client.free_locks(hit.lease, 0, 1, reader=1) == 1
     assert client.free_locks(hit.lease) == 7
     assert client.free_locks(hit.lease) == 0

@@ -127,7 +127,7 @@ def group(**fields: object) -> types_pb2.Group:
         {"chunk_tokens": 0},
         {"chunk_tokens": 65_537},
         {"kv_world_size": 0},
-        {"kv_world_size": 4_097},
+        {"kv_world_size": 257},
         {"groups": []},
         {"groups": [group(kind=0)]},
         {"groups": [group(kind=99)]},
@@ -445,7 +445,7 @@ def test_a_range_past_the_lease_is_not_locked(wire: Wire) -> None:
 
 
 def test_limits_of_a_lookup(wire: Wire) -> None:
-    for limits in ({"readers": 4_097}, {"ttl_ms": 600_001}):
+    for limits in ({"readers": 257}, {"ttl_ms": 600_001}):
         with raises(Code.INVALID_ARGUMENT):
             wire.lookup([key(1)], **limits)
     session = WireSession(wire, "SCHEDULER")

@@ -50,7 +50,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
     [
         (["--memory", "much"], {}, "--memory much: 'much' is not a size"),
         (["--memory", "1KiB"], {}, "--memory 1KiB: at least 1MiB"),
-        ([], {"KVDOCK_CHUNK_TOKENS": "0"}, "KVDOCK_CHUNK_TOKENS 0: at least 1"),
+        ([], {"KVDOCK_CHUNK_TOKENS": "0"}, "KVDOCK_CHUNK_TOKENS 0: from 1 to 65536"),
         (["--drain-seconds", "inf"], {}, "--drain-seconds inf: at least 0"),
         (["--log-level", "loud"], {}, "'loud'"),
         (["--config", "/nowhere.toml"], {}, "/nowhere.toml"),

@@ -211,7 +211,14 @@ class Client:
 
     async def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
         """As :meth:`kvdock.Client.namespaces`."""
-        return await self._call(self._admin.ListNamespaces, _verbs.namespaces(), timeout)
+        with self._errors():
+            responses = self._admin.ListNamespaces(admin_pb2.ListNamespacesRequest())
+        found = []
+        async with self._stream(responses, timeout) as touch:
+            async for response in responses:
+                touch()
+                found.append(NamespaceStatus.from_proto(response.namespace))
+        return found
 
     async def chunks(
         self, namespace: str, *, timeout: float | None = None

@@ -67,7 +67,9 @@ class Session:
         self._stream = stream
         self._address = address
         self._timeout = timeout
-        self._pool = Pool(info.segments, server=str(address), is_local=address.is_local)
+        self._pool = Pool(
+            info.segments, guard=info.guard, server=str(address), is_local=address.is_local
+        )
         self._finalizer = weakref.finalize(self, stream.abandon)
 
     @classmethod

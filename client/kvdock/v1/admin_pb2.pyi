@@ -111,6 +111,8 @@ class PoolStatus(google.protobuf.message.Message):
     READY_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
+    PINNED_BYTES_FIELD_NUMBER: builtins.int
+    PIN_REFUSED_FIELD_NUMBER: builtins.int
     total_bytes: builtins.int
     """The limit."""
     ready_bytes: builtins.int
@@ -119,6 +121,10 @@ class PoolStatus(google.protobuf.message.Message):
     """In slots that hold a sealed shard."""
     reserved_bytes: builtins.int
     """In slots that are being written."""
+    pinned_bytes: builtins.int
+    """Registered with CUDA, so that copies to and from devices run at the speed of the link."""
+    pin_refused: builtins.str
+    """Why CUDA registers no more of it. Empty unless it refused."""
     def __init__(
         self,
         *,
@@ -126,8 +132,10 @@ class PoolStatus(google.protobuf.message.Message):
         ready_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
         reserved_bytes: builtins.int = ...,
+        pinned_bytes: builtins.int = ...,
+        pin_refused: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ready_bytes", b"ready_bytes", "reserved_bytes", b"reserved_bytes", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pin_refused", b"pin_refused", "pinned_bytes", b"pinned_bytes", "ready_bytes", b"ready_bytes", "reserved_bytes", b"reserved_bytes", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes"]) -> None: ...
 
 Global___PoolStatus: typing_extensions.TypeAlias = PoolStatus
 
@@ -147,7 +155,7 @@ class IndexStatus(google.protobuf.message.Message):
     namespaces: builtins.int
     """Registered namespaces."""
     chunks: builtins.int
-    """Chunks with at least one visible part."""
+    """Chunks that are known, whether or not they have a visible part."""
     parts: builtins.int
     """Visible parts."""
     locked_parts: builtins.int
@@ -307,21 +315,22 @@ Global___ListNamespacesRequest: typing_extensions.TypeAlias = ListNamespacesRequ
 
 @typing.final
 class ListNamespacesResponse(google.protobuf.message.Message):
-    """See ListNamespaces."""
+    """One namespace."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACES_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
     @property
-    def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NamespaceStatus]:
-        """In the order of their registration."""
+    def namespace(self) -> Global___NamespaceStatus:
+        """What it is and holds."""
 
     def __init__(
         self,
         *,
-        namespaces: collections.abc.Iterable[Global___NamespaceStatus] | None = ...,
+        namespace: Global___NamespaceStatus | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespaces", b"namespaces"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["namespace", b"namespace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
 
 Global___ListNamespacesResponse: typing_extensions.TypeAlias = ListNamespacesResponse
 
@@ -340,7 +349,7 @@ class NamespaceStatus(google.protobuf.message.Message):
     """Bytes of all their shards."""
     @property
     def namespace(self) -> kvdock.v1.types_pb2.Namespace:
-        """As registered."""
+        """As registered, with one number for shard_bytes where all are equal."""
 
     def __init__(
         self,
@@ -416,7 +425,7 @@ class PartStatus(google.protobuf.message.Message):
     bytes: builtins.int
     """Bytes of the sealed shards."""
     locks: builtins.int
-    """Locks on it."""
+    """Leases that lock it, and reads under way."""
     visible: builtins.bool
     """True if Lookup can find it."""
     def __init__(

@@ -40,7 +40,7 @@ class AdminServiceStub(object):
                 request_serializer=kvdock_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=kvdock_dot_v1_dot_admin__pb2.StatusResponse.FromString,
                 _registered_method=True)
-        self.ListNamespaces = channel.unary_unary(
+        self.ListNamespaces = channel.unary_stream(
                 '/kvdock.v1.AdminService/ListNamespaces',
                 request_serializer=kvdock_dot_v1_dot_admin__pb2.ListNamespacesRequest.SerializeToString,
                 response_deserializer=kvdock_dot_v1_dot_admin__pb2.ListNamespacesResponse.FromString,
@@ -74,7 +74,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListNamespaces(self, request, context):
-        """ListNamespaces lists every registered namespace.
+        """ListNamespaces streams every registered namespace, in the order of their registration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,7 +115,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=kvdock_dot_v1_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=kvdock_dot_v1_dot_admin__pb2.StatusResponse.SerializeToString,
             ),
-            'ListNamespaces': grpc.unary_unary_rpc_method_handler(
+            'ListNamespaces': grpc.unary_stream_rpc_method_handler(
                     servicer.ListNamespaces,
                     request_deserializer=kvdock_dot_v1_dot_admin__pb2.ListNamespacesRequest.FromString,
                     response_serializer=kvdock_dot_v1_dot_admin__pb2.ListNamespacesResponse.SerializeToString,
@@ -185,7 +185,7 @@ class AdminService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/kvdock.v1.AdminService/ListNamespaces',

@@ -43,15 +43,15 @@ _AdminServiceStatusType = typing_extensions.TypeVar(
 
 _AdminServiceListNamespacesType = typing_extensions.TypeVar(
     '_AdminServiceListNamespacesType',
-    grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryStreamMultiCallable[
         kvdock.v1.admin_pb2.ListNamespacesRequest,
         kvdock.v1.admin_pb2.ListNamespacesResponse,
     ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    grpc.aio.UnaryStreamMultiCallable[
         kvdock.v1.admin_pb2.ListNamespacesRequest,
         kvdock.v1.admin_pb2.ListNamespacesResponse,
     ],
-    default=grpc.UnaryUnaryMultiCallable[
+    default=grpc.UnaryStreamMultiCallable[
         kvdock.v1.admin_pb2.ListNamespacesRequest,
         kvdock.v1.admin_pb2.ListNamespacesResponse,
     ],
@@ -114,7 +114,7 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
             kvdock.v1.admin_pb2.StatusRequest,
             kvdock.v1.admin_pb2.StatusResponse,
         ],
-        grpc.UnaryUnaryMultiCallable[
+        grpc.UnaryStreamMultiCallable[
             kvdock.v1.admin_pb2.ListNamespacesRequest,
             kvdock.v1.admin_pb2.ListNamespacesResponse,
         ],
@@ -138,7 +138,7 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
             kvdock.v1.admin_pb2.StatusRequest,
             kvdock.v1.admin_pb2.StatusResponse,
         ],
-        grpc.aio.UnaryUnaryMultiCallable[
+        grpc.aio.UnaryStreamMultiCallable[
             kvdock.v1.admin_pb2.ListNamespacesRequest,
             kvdock.v1.admin_pb2.ListNamespacesResponse,
         ],
@@ -160,7 +160,7 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
     """Status tells how the server is doing. Cheap enough to be asked every second."""
 
     ListNamespaces: _AdminServiceListNamespacesType
-    """ListNamespaces lists every registered namespace."""
+    """ListNamespaces streams every registered namespace, in the order of their registration."""
 
     ListChunks: _AdminServiceListChunksType
     """ListChunks streams the parts of one namespace as they were at one moment, parents before
@@ -184,7 +184,7 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
         kvdock.v1.admin_pb2.StatusRequest,
         kvdock.v1.admin_pb2.StatusResponse,
     ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    grpc.aio.UnaryStreamMultiCallable[
         kvdock.v1.admin_pb2.ListNamespacesRequest,
         kvdock.v1.admin_pb2.ListNamespacesResponse,
     ],
@@ -218,8 +218,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         self,
         request: kvdock.v1.admin_pb2.ListNamespacesRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvdock.v1.admin_pb2.ListNamespacesResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.ListNamespacesResponse]]:
-        """ListNamespaces lists every registered namespace."""
+    ) -> typing.Union[collections.abc.Iterator[kvdock.v1.admin_pb2.ListNamespacesResponse], collections.abc.AsyncIterator[kvdock.v1.admin_pb2.ListNamespacesResponse]]:
+        """ListNamespaces streams every registered namespace, in the order of their registration."""
 
     @abc.abstractmethod
     def ListChunks(

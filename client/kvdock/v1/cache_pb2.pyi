@@ -82,7 +82,7 @@ class LookupRequest(google.protobuf.message.Message):
     """Registered name."""
     readers: builtins.int
     """How many workers will load: each gets a lock of its own on every part, as reader 0 to
-    readers - 1. 0 means 1. At most 4,096.
+    readers - 1. 0 means 1. At most 256.
     """
     probe: builtins.bool
     """True: only look, lock nothing, refresh nothing."""
@@ -182,7 +182,7 @@ class FreeLocksRequest(google.protobuf.message.Message):
     """
     @property
     def locks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LockRange]:
-        """What to free. At most 16,384."""
+        """What to free. At most 256."""
 
     def __init__(
         self,
@@ -654,15 +654,12 @@ class PutOpen(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     GROUP_IDX_FIELD_NUMBER: builtins.int
     KV_WORKER_ID_FIELD_NUMBER: builtins.int
     PARENT_KEY_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     EVENT_DATA_FIELD_NUMBER: builtins.int
-    session_id: builtins.int
-    """The caller's session, or 0."""
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -682,7 +679,6 @@ class PutOpen(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_id: builtins.int = ...,
         namespace: builtins.str = ...,
         group_idx: builtins.int | None = ...,
         kv_worker_id: builtins.int = ...,
@@ -691,7 +687,7 @@ class PutOpen(google.protobuf.message.Message):
         event_data: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkEventData] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "kv_worker_id", b"kv_worker_id", "namespace", b"namespace", "parent_key", b"parent_key", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "kv_worker_id", b"kv_worker_id", "namespace", b"namespace", "parent_key", b"parent_key"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___PutOpen: typing_extensions.TypeAlias = PutOpen
@@ -804,14 +800,11 @@ class GetRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     GROUP_IDX_FIELD_NUMBER: builtins.int
     KV_WORKER_ID_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     MESSAGE_BYTES_FIELD_NUMBER: builtins.int
-    session_id: builtins.int
-    """The caller's session, or 0."""
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -827,7 +820,6 @@ class GetRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_id: builtins.int = ...,
         namespace: builtins.str = ...,
         group_idx: builtins.int | None = ...,
         kv_worker_id: builtins.int = ...,
@@ -835,7 +827,7 @@ class GetRequest(google.protobuf.message.Message):
         message_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "keys", b"keys", "kv_worker_id", b"kv_worker_id", "message_bytes", b"message_bytes", "namespace", b"namespace", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "keys", b"keys", "kv_worker_id", b"kv_worker_id", "message_bytes", b"message_bytes", "namespace", b"namespace"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___GetRequest: typing_extensions.TypeAlias = GetRequest

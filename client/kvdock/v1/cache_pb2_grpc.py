@@ -173,10 +173,10 @@ class CacheServiceServicer(object):
 
     def Retrieve(self, request, context):
         """Retrieve delivers locked chunks. In server mode it copies them into the worker's device
-        memory, answers when the copies ended, and frees the caller's locks on them. In shared mode it
-        answers at once with where they lie, and the caller frees its locks after its copy: a lock
-        that FreeLocks does not report as released was lost on the way, and the bytes copied under it
-        must not be used.
+        memory, answers when the copies ended, and frees the caller's locks on the range, whatever
+        became of the copies. In shared mode it answers at once with where they lie, and the caller
+        frees its locks after its copy: a lock that FreeLocks does not report as released was lost on
+        the way, and the bytes copied under it must not be used.
 
         NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
         to another engine.
@@ -192,6 +192,7 @@ class CacheServiceServicer(object):
         does not want to wait for the admission may send everything at once: bytes of a chunk that was
         not admitted are dropped. What is incomplete when the client half-closes fails, the rest stays.
 
+        DEADLINE_EXCEEDED (STALLED) if the client sends nothing for 30 seconds.
         INVALID_ARGUMENT (WRONG_LENGTH) if more bytes come than a shard has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -201,6 +202,8 @@ class CacheServiceServicer(object):
     def Get(self, request, context):
         """Get streams the bytes of chunks in the order asked for. It locks what it reads for as long as
         it reads, so it needs no lease. It ends at the first chunk that is not there.
+
+        DEADLINE_EXCEEDED (STALLED) if the client takes nothing for 30 seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

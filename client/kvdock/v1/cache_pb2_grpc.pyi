@@ -334,10 +334,10 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
 
     Retrieve: _CacheServiceRetrieveType
     """Retrieve delivers locked chunks. In server mode it copies them into the worker's device
-    memory, answers when the copies ended, and frees the caller's locks on them. In shared mode it
-    answers at once with where they lie, and the caller frees its locks after its copy: a lock
-    that FreeLocks does not report as released was lost on the way, and the bytes copied under it
-    must not be used.
+    memory, answers when the copies ended, and frees the caller's locks on the range, whatever
+    became of the copies. In shared mode it answers at once with where they lie, and the caller
+    frees its locks after its copy: a lock that FreeLocks does not report as released was lost on
+    the way, and the bytes copied under it must not be used.
 
     NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
     to another engine.
@@ -350,12 +350,15 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
     does not want to wait for the admission may send everything at once: bytes of a chunk that was
     not admitted are dropped. What is incomplete when the client half-closes fails, the rest stays.
 
+    DEADLINE_EXCEEDED (STALLED) if the client sends nothing for 30 seconds.
     INVALID_ARGUMENT (WRONG_LENGTH) if more bytes come than a shard has.
     """
 
     Get: _CacheServiceGetType
     """Get streams the bytes of chunks in the order asked for. It locks what it reads for as long as
     it reads, so it needs no lease. It ends at the first chunk that is not there.
+
+    DEADLINE_EXCEEDED (STALLED) if the client takes nothing for 30 seconds.
     """
 
 CacheServiceAsyncStub: typing_extensions.TypeAlias = CacheServiceStub[
@@ -502,10 +505,10 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.cache_pb2.RetrieveResponse, collections.abc.Awaitable[kvdock.v1.cache_pb2.RetrieveResponse]]:
         """Retrieve delivers locked chunks. In server mode it copies them into the worker's device
-        memory, answers when the copies ended, and frees the caller's locks on them. In shared mode it
-        answers at once with where they lie, and the caller frees its locks after its copy: a lock
-        that FreeLocks does not report as released was lost on the way, and the bytes copied under it
-        must not be used.
+        memory, answers when the copies ended, and frees the caller's locks on the range, whatever
+        became of the copies. In shared mode it answers at once with where they lie, and the caller
+        frees its locks after its copy: a lock that FreeLocks does not report as released was lost on
+        the way, and the bytes copied under it must not be used.
 
         NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
         to another engine.
@@ -523,6 +526,7 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         does not want to wait for the admission may send everything at once: bytes of a chunk that was
         not admitted are dropped. What is incomplete when the client half-closes fails, the rest stays.
 
+        DEADLINE_EXCEEDED (STALLED) if the client sends nothing for 30 seconds.
         INVALID_ARGUMENT (WRONG_LENGTH) if more bytes come than a shard has.
         """
 
@@ -534,6 +538,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvdock.v1.cache_pb2.GetResponse], collections.abc.AsyncIterator[kvdock.v1.cache_pb2.GetResponse]]:
         """Get streams the bytes of chunks in the order asked for. It locks what it reads for as long as
         it reads, so it needs no lease. It ends at the first chunk that is not there.
+
+        DEADLINE_EXCEEDED (STALLED) if the client takes nothing for 30 seconds.
         """
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

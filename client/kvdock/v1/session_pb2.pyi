@@ -279,6 +279,7 @@ class OpenResponse(google.protobuf.message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
+    GUARD_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     """For calls outside this stream."""
     epoch: builtins.int
@@ -289,6 +290,13 @@ class OpenResponse(google.protobuf.message.Message):
     """The chunk size that engines of this host should use, in tokens."""
     ttl_ms: builtins.int
     """TTL in force."""
+    guard: builtins.int
+    """A stream may end although its process lives on and still writes into the pool. So a client that
+    maps a segment keeps, for as long as the mapping lives, a shared lock on the one byte of this
+    number of the segment's file (fcntl F_OFD_SETLK with F_RDLCK; it touches no data): while that
+    is held, memory that the session reserved is not given to anybody. Without it the end of the
+    stream says that nobody writes any more.
+    """
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.Segment]:
         """The pool, for those who can map it."""
@@ -302,8 +310,9 @@ class OpenResponse(google.protobuf.message.Message):
         chunk_tokens: builtins.int = ...,
         ttl_ms: builtins.int = ...,
         segments: collections.abc.Iterable[kvdock.v1.types_pb2.Segment] | None = ...,
+        guard: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "guard", b"guard", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___OpenResponse: typing_extensions.TypeAlias = OpenResponse
 

@@ -56,12 +56,13 @@ class SessionServiceServicer(object):
         in the order in which they are sent.
 
         A request that fails answers with an Error; the stream goes on. The stream itself ends with
-        INVALID_ARGUMENT if the first message is not a valid open, DEADLINE_EXCEEDED if none comes,
+        INVALID_ARGUMENT if the first message is not a valid open, DEADLINE_EXCEEDED (STALLED) if none comes,
         and UNAVAILABLE (DRAINING) when the server stops.
 
         A session that is silent for its TTL expires: its locks are freed and each further request
-        fails with SESSION_EXPIRED. Memory that it has reserved stays out of use until the stream ends,
-        since a process that was only stopped may still be writing there.
+        fails with SESSION_EXPIRED. What it was storing may be stored by others at once, but the memory
+        that it has reserved stays out of use until the stream ends, since a process that was only
+        stopped may still be writing there. See also OpenResponse.guard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,12 +70,13 @@ class SessionServiceStub(typing.Generic[_SessionServiceSessionType]):
     in the order in which they are sent.
 
     A request that fails answers with an Error; the stream goes on. The stream itself ends with
-    INVALID_ARGUMENT if the first message is not a valid open, DEADLINE_EXCEEDED if none comes,
+    INVALID_ARGUMENT if the first message is not a valid open, DEADLINE_EXCEEDED (STALLED) if none comes,
     and UNAVAILABLE (DRAINING) when the server stops.
 
     A session that is silent for its TTL expires: its locks are freed and each further request
-    fails with SESSION_EXPIRED. Memory that it has reserved stays out of use until the stream ends,
-    since a process that was only stopped may still be writing there.
+    fails with SESSION_EXPIRED. What it was storing may be stored by others at once, but the memory
+    that it has reserved stays out of use until the stream ends, since a process that was only
+    stopped may still be writing there. See also OpenResponse.guard.
     """
 
 SessionServiceAsyncStub: typing_extensions.TypeAlias = SessionServiceStub[
@@ -103,12 +104,13 @@ class SessionServiceServicer(metaclass=abc.ABCMeta):
         in the order in which they are sent.
 
         A request that fails answers with an Error; the stream goes on. The stream itself ends with
-        INVALID_ARGUMENT if the first message is not a valid open, DEADLINE_EXCEEDED if none comes,
+        INVALID_ARGUMENT if the first message is not a valid open, DEADLINE_EXCEEDED (STALLED) if none comes,
         and UNAVAILABLE (DRAINING) when the server stops.
 
         A session that is silent for its TTL expires: its locks are freed and each further request
-        fails with SESSION_EXPIRED. Memory that it has reserved stays out of use until the stream ends,
-        since a process that was only stopped may still be writing there.
+        fails with SESSION_EXPIRED. What it was storing may be stored by others at once, but the memory
+        that it has reserved stays out of use until the stream ends, since a process that was only
+        stopped may still be writing there. See also OpenResponse.guard.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -106,7 +106,9 @@ class _ChunkStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     CHUNK_STATUS_EXISTS: _ChunkStatus.ValueType  # 3
     """The shard is there already or another writer is storing it: nothing to do, a success."""
     CHUNK_STATUS_NO_SPACE: _ChunkStatus.ValueType  # 4
-    """No memory: all of the pool is locked, being written, or not yet faulted in."""
+    """No memory, and none to be made: what could go is locked, being written or not yet faulted in,
+    or lies between such chunks.
+    """
     CHUNK_STATUS_PARENT_MISSING: _ChunkStatus.ValueType  # 5
     """The chunk it extends is not there, so nobody could ever hit it: nothing is stored."""
     CHUNK_STATUS_RETRIEVED: _ChunkStatus.ValueType  # 6
@@ -132,7 +134,9 @@ CHUNK_STATUS_RESERVED: ChunkStatus.ValueType  # 2
 CHUNK_STATUS_EXISTS: ChunkStatus.ValueType  # 3
 """The shard is there already or another writer is storing it: nothing to do, a success."""
 CHUNK_STATUS_NO_SPACE: ChunkStatus.ValueType  # 4
-"""No memory: all of the pool is locked, being written, or not yet faulted in."""
+"""No memory, and none to be made: what could go is locked, being written or not yet faulted in,
+or lies between such chunks.
+"""
 CHUNK_STATUS_PARENT_MISSING: ChunkStatus.ValueType  # 5
 """The chunk it extends is not there, so nobody could ever hit it: nothing is stored."""
 CHUNK_STATUS_RETRIEVED: ChunkStatus.ValueType  # 6
@@ -182,7 +186,7 @@ class Namespace(google.protobuf.message.Message):
     chunk_tokens: builtins.int
     """Tokens a chunk. From 1 to 65,536."""
     kv_world_size: builtins.int
-    """How many shards a part has. From 1 to 4,096."""
+    """How many shards a part has. From 1 to 256."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """What people see in listings, for example model and dtype. At most 32 entries of at most 256
@@ -370,6 +374,8 @@ class Error(google.protobuf.message.Message):
       WRONG_LENGTH            bytes sent differ from the shard's size
       WRONG_MODE              the session's transfer mode has no such call
       DEVICE_MEMORY           device memory could not be opened or is not registered
+      TOO_MANY_NAMESPACES     clear one of those that hold something
+      STALLED                 the other side of a stream did nothing for too long
       DRAINING                the server is stopping and takes nothing new
       NO_EVENT_LOG            the server keeps no event log: start it with one
       INTERNAL                a fault of the server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -11,16 +12,48 @@ NO_SLOT: Final = -1
 
 
 class Chunk:
-    """A run of tokens under one key. It stays known while it has parts or children."""
+    """A run of tokens under one key. It stays known while it has parts or children.
 
-    __slots__ = ("children", "key", "parent", "parts", "space")
+    Children are linked to one another: a set of them in every chunk would double the index.
+    """
+
+    __slots__ = ("_first_child", "_next", "_previous", "key", "parent", "parts", "space")
 
     def __init__(self, space: Space, key: bytes, parent: Chunk | None) -> None:
         self.space = space
         self.key = key
         self.parent = parent
-        self.children = 0
         self.parts: list[Part | None] = [None] * len(space.namespace.groups)
+        self._first_child: Chunk | None = None
+        self._previous: Chunk | None = None
+        self._next: Chunk | None = None
+        if parent is not None:
+            self._next = parent._first_child
+            if self._next is not None:
+                self._next._previous = self
+            parent._first_child = self
+
+    @property
+    def has_children(self) -> bool:
+        """True if a known chunk extends this one."""
+        return self._first_child is not None
+
+    def children(self) -> Iterator[Chunk]:
+        """The known chunks that extend this one."""
+        child = self._first_child
+        while child is not None:
+            yield child
+            child = child._next
+
+    def unlink(self) -> None:
+        """Take the chunk out of its parent's children."""
+        if self._previous is not None:
+            self._previous._next = self._next
+        elif self.parent is not None:
+            self.parent._first_child = self._next
+        if self._next is not None:
+            self._next._previous = self._previous
+        self._previous = self._next = None
 
 
 class Part:
@@ -28,7 +61,7 @@ class Part:
 
     ``slots`` has the pool offset of each sealed shard, NO_SLOT for the others; ``writing`` has a
     bit for each shard that is being written. ``pins`` counts what keeps the memory in place: the
-    locks of leases and the copies under way. A detached part was removed from the index while
+    leases that lock it and the copies under way. A detached part was removed from the index while
     pinned or written to; its memory goes with the last pin or writer.
     """
 

@@ -9,22 +9,27 @@ found out when its turn comes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
 from kvdock_server.index.chunk import Part
 
 
 class EvictionPolicy(ABC):
-    """An order of parts."""
+    """An order of parts whose slots have one size."""
 
     @abstractmethod
     def add(self, part: Part) -> None:
         """Take in a part that may be evicted from now on. It may be known already."""
 
     @abstractmethod
-    def next(self) -> Part | None:
-        """Take out the part to evict first, evictable or not any more; None if there is none."""
+    def first(self) -> Part | None:
+        """The part to evict first; None if none may be evicted."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Part]:
+        """All parts that are known, evictable or not any more, in no order."""
 
     @abstractmethod
     def purge(self) -> None:
@@ -39,7 +44,8 @@ class LeastRecentlyUsed(EvictionPolicy):
     never larger than the index.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, evictable: Callable[[Part], bool]) -> None:
+        self._evictable = evictable
         self._heap: list[tuple[int, int, Part]] = []
         self._tie = count()
 
@@ -48,14 +54,21 @@ class LeastRecentlyUsed(EvictionPolicy):
             part.queued = True
             heappush(self._heap, (part.last_used, next(self._tie), part))
 
-    def next(self) -> Part | None:
-        while self._heap:
-            last_used, _, part = heappop(self._heap)
-            part.queued = False
-            if last_used == part.last_used:
+    def first(self) -> Part | None:
+        heap = self._heap
+        while heap:
+            last_used, _, part = heap[0]
+            if not self._evictable(part):
+                heappop(heap)
+                part.queued = False
+            elif last_used != part.last_used:
+                heapreplace(heap, (part.last_used, next(self._tie), part))
+            else:
                 return part
-            self.add(part)
         return None
+
+    def __iter__(self) -> Iterator[Part]:
+        return (part for _, _, part in self._heap)
 
     def purge(self) -> None:
         self._heap = [entry for entry in self._heap if not entry[2].detached]

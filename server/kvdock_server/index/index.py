@@ -11,14 +11,15 @@ whose window parts went, can be stored again under what extends it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from heapq import nsmallest
 from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.index.chunk import NO_SLOT, Chunk, Part
-from kvdock_server.index.eviction import EvictionPolicy
+from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvdock_server.index.hits import longest_hit
 from kvdock_server.index.namespace import GroupKind, Namespace
 from kvdock_server.pool.slots import SlotAllocator
@@ -92,18 +93,36 @@ class Totals:
     no_space: int = 0
 
 
-class Index:
-    """All namespaces of a server, over one allocator of memory."""
+MakePolicy = Callable[[Callable[[Part], bool]], EvictionPolicy]
 
-    def __init__(self, slots: SlotAllocator, policy: EvictionPolicy) -> None:
+# To store a chunk where chunks of other sizes are used less recently, so many of those go at most:
+# enough to move memory to where it is wanted, too few to empty one namespace for another's burst.
+_OTHERS_FOR_ONE = 16
+
+# Where no chunk of the wanted size may go, so many runs of slots are tried before giving up.
+_RUNS_TRIED = 64
+
+_MAX_NAMESPACES = 4_096
+
+
+class Index:
+    """All namespaces of a server, over one allocator of memory.
+
+    ``make_policy`` makes the eviction policy for one size of slots, given what tells whether a part
+    may be evicted.
+    """
+
+    def __init__(self, slots: SlotAllocator, make_policy: MakePolicy = LeastRecentlyUsed) -> None:
         self.totals = Totals()
         self.watcher: Watcher | None = None
         self.sealed_bytes = 0
         self.reserved_bytes = 0
         self.pinned_parts = 0
         self._slots = slots
-        self._policy = policy
+        self._make_policy = make_policy
+        self._policies: dict[int, EvictionPolicy] = {}  # by slot size
         self._spaces: dict[str, Space] = {}
+        self._sealed: dict[int, Part] = {}  # by offset
         self._pending: dict[Part, float] = {}
         self._now = 0
 
@@ -124,6 +143,7 @@ class Index:
         namespace.validate()
         space = self._spaces.get(namespace.name)
         if space is None:
+            self._make_room_for_namespace()
             self._spaces[namespace.name] = Space(namespace)
             return True
         space.namespace = space.namespace.merged(namespace)
@@ -176,12 +196,12 @@ class Index:
 
     # Pins
 
-    def pin(self, parts: Sequence[Part], pins: int = 1) -> None:
+    def pin(self, parts: Sequence[Part]) -> None:
         """Keep parts in memory until they are unpinned as often."""
         for part in parts:
             if not part.pins:
                 self.pinned_parts += 1
-            part.pins += pins
+            part.pins += 1
 
     def unpin(self, part: Part) -> None:
         """Take one pin away; with the last one the part may be evicted."""
@@ -192,7 +212,7 @@ class Index:
         if part.detached:
             self._free_sealed(part)
         else:
-            self._offer(part)
+            self._offer(part.chunk)
 
     # Storing
 
@@ -235,17 +255,18 @@ class Index:
                 part.last_used = self._now
                 outcomes.append(ReserveStatus.EXISTS)
             else:
+                if part is None:
+                    part = Part(chunk, position, space.namespace.kv_world_size)
+                    chunk.parts[position] = part
+                # From now on nothing of the chunk is evicted, for this part's sake least of all.
+                part.writing |= 1 << shard
                 offset = self._allocate(size)
                 if offset is None:
-                    self._retire(chunk)
+                    self._stop_waiting(part, shard)
                     rest = len(keys) - len(outcomes)
                     self.totals.no_space += rest
                     outcomes.extend([ReserveStatus.NO_SPACE] * rest)
                     break
-                if part is None:
-                    part = Part(chunk, position, space.namespace.kv_world_size)
-                    chunk.parts[position] = part
-                part.writing |= 1 << shard
                 self._pending[part] = deadline
                 self.reserved_bytes += self._slots.slot_bytes(size)
                 outcomes.append(Slot(part, shard, offset))
@@ -256,33 +277,41 @@ class Index:
         """A shard is complete. False if its part was removed meanwhile; its memory is free then."""
         part = slot.part
         if part.detached:
-            self._release_reserved(slot)
+            self.free(slot)
             return False
         space = part.chunk.space
-        size = self._slots.slot_bytes(space.shard_bytes(part.position, slot.shard))
+        nbytes = space.shard_bytes(part.position, slot.shard)
         part.writing &= ~(1 << slot.shard)
         part.slots[slot.shard] = slot.offset
-        self.reserved_bytes -= size
-        self.sealed_bytes += size
-        space.sealed_bytes += size
+        self._sealed[slot.offset] = part
+        self.reserved_bytes -= self._slots.slot_bytes(nbytes)
+        self.sealed_bytes += self._slots.slot_bytes(nbytes)
+        space.sealed_bytes += nbytes
         if part.sealed_shards == len(part.slots):
             part.visible = True
             part.last_used = self._now
             space.visible_parts += 1
             del self._pending[part]
-            self._offer(part)
             if self.watcher is not None:
                 self.watcher.stored(part)
+        self._offer(part.chunk)
         return True
 
     def give_back(self, slot: Slot) -> None:
         """A shard will not come. Its memory is free again."""
-        part = slot.part
-        self._release_reserved(slot)
-        part.writing &= ~(1 << slot.shard)
-        if not part.detached and part.is_empty:
-            self._remove(part)
-            self._retire(part.chunk)
+        self.disown(slot)
+        self.free(slot)
+
+    def disown(self, slot: Slot) -> None:
+        """A shard will not come, so another writer may store it; but its memory stays reserved."""
+        if not slot.part.detached:
+            self._stop_waiting(slot.part, slot.shard)
+
+    def free(self, slot: Slot) -> None:
+        """Free the memory of a slot that was disowned."""
+        size = slot.part.chunk.space.shard_bytes(slot.part.position, slot.shard)
+        self._slots.free(slot.offset)
+        self.reserved_bytes -= self._slots.slot_bytes(size)
 
     def give_up_overdue(self, now: float) -> None:
         """Remove parts whose missing shards nobody is writing and whose deadline has passed."""
@@ -315,54 +344,132 @@ class Index:
                 if part is not None:
                     self._remove(part)
         space.chunks.clear()
-        self._policy.purge()
+        for policy in self._policies.values():
+            policy.purge()
         return visible
+
+    def _make_room_for_namespace(self) -> None:
+        """Keep the number of namespaces bounded by forgetting one that holds nothing."""
+        if len(self._spaces) < _MAX_NAMESPACES:
+            return
+        empty = next((name for name, space in self._spaces.items() if not space.chunks), None)
+        if empty is None:
+            raise RequestError(
+                Reason.TOO_MANY_NAMESPACES,
+                f"{_MAX_NAMESPACES} namespaces hold something: clear one first",
+            )
+        del self._spaces[empty]
 
     def _add_chunk(self, space: Space, key: bytes, parent: Chunk | None) -> Chunk:
         chunk = Chunk(space, key, parent)
-        if parent is not None:
-            parent.children += 1
         space.chunks[key] = chunk
         return chunk
 
+    def _stop_waiting(self, part: Part, shard: int) -> None:
+        part.writing &= ~(1 << shard)
+        if part.is_empty:
+            self._remove(part)
+            self._retire(part.chunk)
+        self._offer(part.chunk)
+
+    # Making room
+
     def _allocate(self, size: int) -> int | None:
+        """Memory for a shard, made by evicting where need be; None if that cannot be."""
         offset = self._slots.allocate(size)
-        while offset is None and self._evict_next():
+        if offset is not None:
+            return offset
+        policy = self._policies.get(self._slots.slot_bytes(size))
+        own = policy.first() if policy is not None else None
+        if own is None:
+            return self._allocate_from_others(size)
+        for _ in range(_OTHERS_FOR_ONE):
+            victim = self._first_victim()
+            if victim is None or victim is own:
+                break
+            self._evict(victim.chunk, victim)
+            offset = self._slots.allocate(size)
+            if offset is not None:
+                return offset
+        self._evict(own.chunk, own)
+        return self._slots.allocate(size)
+
+    def _allocate_from_others(self, size: int) -> int | None:
+        """Memory taken from chunks of other sizes: whole runs of slots, oldest victims first."""
+        offset = None
+        while offset is None:
+            roots = self._emptiable_run()
+            if roots is None:
+                return None
+            for root in roots:
+                for chunk in reversed(_with_descendants([root])):
+                    self._evict(chunk, *chunk.parts)
             offset = self._slots.allocate(size)
         return offset
 
-    def _evict_next(self) -> bool:
-        while (part := self._policy.next()) is not None:
-            if self._evictable(part):
-                self._evict(part)
-                return True
-        return False
+    def _emptiable_run(self) -> list[Chunk] | None:
+        """The chunks in one run of slots, if all of them and what extends them may go."""
+        victims = (
+            part for policy in self._policies.values() for part in policy if self._evictable(part)
+        )
+        for victim in nsmallest(_RUNS_TRIED, victims, key=lambda part: part.last_used):
+            offset = next(offset for offset in victim.slots if offset != NO_SLOT)
+            parts = [self._sealed.get(used) for used in self._slots.same_run(offset)]
+            if None in parts:
+                continue  # somebody is writing there
+            roots = [part.chunk for part in parts if part is not None]
+            if not any(_in_use(chunk) for chunk in _with_descendants(roots)):
+                return roots
+        return None
 
-    def _evict(self, part: Part) -> None:
-        chunk = part.chunk
-        self.totals.evicted_parts += 1
-        self._remove(part)
-        if chunk.space.namespace.groups[part.position].kind is GroupKind.FULL_ATTENTION:
-            # Without it no hit reaches this chunk, so nothing else of it is of use.
-            for other in chunk.parts:
-                if other is not None:
-                    self.totals.evicted_parts += other.visible
-                    self._remove(other)
-            if chunk.parent is not None:
-                for above in chunk.parent.parts:
-                    if above is not None:
-                        above.last_used = max(above.last_used, part.last_used)
+    def _first_victim(self) -> Part | None:
+        """The part to evict first, whatever its size."""
+        victims = [victim for policy in self._policies.values() if (victim := policy.first())]
+        return min(victims, key=lambda part: part.last_used, default=None)
+
+    def _evict_next(self) -> bool:
+        victim = self._first_victim()
+        if victim is None:
+            return False
+        self._evict(victim.chunk, victim)
+        return True
+
+    def _evict(self, chunk: Chunk, *parts: Part | None) -> None:
+        """Evict some parts of a chunk, or all if one is of a full-attention group.
+
+        Without that one no hit reaches the chunk, so nothing else of it is of use.
+        """
+        groups = chunk.space.namespace.groups
+        leaving = [part for part in parts if part is not None]
+        if any(groups[part.position].kind is GroupKind.FULL_ATTENTION for part in leaving):
+            leaving = [part for part in chunk.parts if part is not None]
+        for part in leaving:
+            self.totals.evicted_parts += part.visible
+            self._remove(part)
+        if chunk.parent is not None and leaving:
+            last_used = max(part.last_used for part in leaving)
+            for above in chunk.parent.parts:
+                if above is not None:
+                    above.last_used = max(above.last_used, last_used)
         self._retire(chunk)
 
     def _evictable(self, part: Part) -> bool:
         if not part.visible or part.pins:
             return False
-        kind = part.chunk.space.namespace.groups[part.position].kind
-        return part.chunk.children == 0 or kind is not GroupKind.FULL_ATTENTION
+        chunk = part.chunk
+        if chunk.space.namespace.groups[part.position].kind is not GroupKind.FULL_ATTENTION:
+            return True
+        return not chunk.has_children and not _in_use(chunk)
 
-    def _offer(self, part: Part) -> None:
-        if self._evictable(part):
-            self._policy.add(part)
+    def _offer(self, chunk: Chunk) -> None:
+        """Tell the policy which parts of a chunk may go."""
+        for part in chunk.parts:
+            if part is not None and self._evictable(part):
+                size = self._slots.slot_bytes(chunk.space.shard_bytes(part.position, 0))
+                policy = self._policies.get(size)
+                if policy is None:
+                    policy = self._policies[size] = self._make_policy(self._evictable)
+                policy.add(part)
 
     def _remove(self, part: Part) -> None:
         """Take a part out of the index; memory in use stays until its last user is done."""
@@ -379,29 +486,39 @@ class Index:
 
     def _retire(self, chunk: Chunk | None) -> None:
         """Forget a chunk that has neither parts nor children, and so on upwards."""
-        while chunk is not None and not chunk.children and not any(chunk.parts):
+        while chunk is not None and not chunk.has_children and not any(chunk.parts):
             if chunk.space.chunks.get(chunk.key) is not chunk:
                 return  # cleared before
             del chunk.space.chunks[chunk.key]
+            chunk.unlink()
             chunk = chunk.parent
-            if chunk is not None:
-                chunk.children -= 1
-                if not chunk.children:
-                    for part in chunk.parts:
-                        if part is not None:
-                            self._offer(part)
+            if chunk is not None and not chunk.has_children:
+                self._offer(chunk)
 
     def _free_sealed(self, part: Part) -> None:
         space = part.chunk.space
         for shard, offset in enumerate(part.slots):
             if offset != NO_SLOT:
-                size = space.shard_bytes(part.position, shard)
+                nbytes = space.shard_bytes(part.position, shard)
                 self._slots.free(offset)
-                self.sealed_bytes -= self._slots.slot_bytes(size)
-                space.sealed_bytes -= self._slots.slot_bytes(size)
+                del self._sealed[offset]
+                self.sealed_bytes -= self._slots.slot_bytes(nbytes)
+                space.sealed_bytes -= nbytes
                 part.slots[shard] = NO_SLOT
 
-    def _release_reserved(self, slot: Slot) -> None:
-        size = slot.part.chunk.space.shard_bytes(slot.part.position, slot.shard)
-        self._slots.free(slot.offset)
-        self.reserved_bytes -= self._slots.slot_bytes(size)
+
+def _in_use(chunk: Chunk) -> bool:
+    """True if somebody reads or writes a part of it."""
+    return any(part is not None and (part.pins or part.writing) for part in chunk.parts)
+
+
+def _with_descendants(roots: Iterable[Chunk]) -> list[Chunk]:
+    """The chunks and all that extend them, each once; with one root, parents before children."""
+    found: dict[Chunk, None] = {}
+    waiting = list(roots)
+    while waiting:
+        chunk = waiting.pop()
+        if chunk not in found:
+            found[chunk] = None
+            waiting.extend(chunk.children())
+    return list(found)

@@ -2,11 +2,13 @@
 
 A lock is (lease, part, reader). A lease keeps, for each group's span of parts and each reader, the
 locks still held as the bits of one integer, so that giving back is idempotent by nature and exact:
-a bit that is not set frees nothing.
+a bit that is not set frees nothing. The lease pins each part once, until no reader holds it.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +24,18 @@ class LockedSpan:
     span: HitSpan
     held: list[int]
 
+    def held_by_any(self) -> int:
+        """The parts that at least one reader holds, as bits."""
+        return functools.reduce(operator.or_, self.held)
+
 
 @dataclass(eq=False)
 class Lease:
     """What one Lookup granted.
 
     ``owner`` is the session of the scheduler that asked, ``engine_id`` its engine; both are None
-    for a lease that was asked for by hand, which anybody may use until ``expires_at``. ``in_use``
-    tells that somebody was told where the parts lie, and may be copying.
+    for a lease that was asked for by hand, which anybody may use until ``expires_at``. ``copying``
+    has the readers that were told where the parts lie and still hold locks.
     """
 
     lease_id: int
@@ -39,7 +45,7 @@ class Lease:
     expires_at: float | None
     readers: int
     spans: list[LockedSpan] = field(default_factory=list)
-    in_use: bool = False
+    copying: set[int] = field(default_factory=set)
 
     @property
     def locks(self) -> int:
@@ -76,7 +82,7 @@ class LeaseTable:
         lease_id = secrets.randbits(63) or 1
         lease = Lease(lease_id, space, owner, engine_id, expires_at, readers)
         for span in spans:
-            self._index.pin(span.parts, readers)
+            self._index.pin(span.parts)
             lease.spans.append(LockedSpan(span, [(1 << len(span.parts)) - 1] * readers))
         self._leases[lease.lease_id] = lease
         self._by_engine.setdefault(engine_id, {})[lease.lease_id] = lease
@@ -109,22 +115,33 @@ class LeaseTable:
 
         Returns how many were held. A lease without locks is gone.
         """
-        chosen = range(lease.readers) if readers is None else readers
+        chosen = [
+            reader
+            for reader in (range(lease.readers) if readers is None else readers)
+            if reader < lease.readers
+        ]
         released = 0
         for locked in lease.spans:
             if position is None or locked.span.position == position:
-                for reader in chosen:
-                    if reader < lease.readers:
-                        released += self._release(locked, reader, first, end)
-        if not any(bits for locked in lease.spans for bits in locked.held):
-            self._forget(lease)
+                released += self._release(locked, chosen, first, end)
+        if released:
+            lease.copying = {
+                reader
+                for reader in lease.copying
+                if any(locked.held[reader] for locked in lease.spans)
+            }
+            if not any(locked.held_by_any() for locked in lease.spans):
+                self._forget(lease)
         return released
+
+    def of_owner(self, owner: int) -> list[Lease]:
+        """The leases of a scheduler's session."""
+        return [lease for lease in self if lease.owner == owner]
 
     def release_owner(self, owner: int) -> None:
         """End all leases of a scheduler's session."""
-        for lease in self:
-            if lease.owner == owner:
-                self.release(lease)
+        for lease in self.of_owner(owner):
+            self.release(lease)
 
     def release_reader(self, engine_id: str, reader: int) -> None:
         """Free all locks of one reader of an engine."""
@@ -137,18 +154,26 @@ class LeaseTable:
             if lease.expires_at is not None and lease.expires_at <= now:
                 self.release(lease)
 
-    def _release(self, locked: LockedSpan, reader: int, first: int, end: int | None) -> int:
+    def _release(
+        self, locked: LockedSpan, readers: Sequence[int], first: int, end: int | None
+    ) -> int:
         parts = locked.span.parts
         low = min(max(first - locked.span.first, 0), len(parts))
         high = len(parts) if end is None else min(max(end - locked.span.first, low), len(parts))
         mask = (1 << high) - (1 << low)
-        bits = locked.held[reader] & mask
-        locked.held[reader] &= ~mask
-        unpin = self._index.unpin
-        for index in range(low, high):
-            if bits >> index & 1:
-                unpin(parts[index])
-        return bits.bit_count()
+        before = locked.held_by_any()
+        released = 0
+        for reader in readers:
+            released += (locked.held[reader] & mask).bit_count()
+            locked.held[reader] &= ~mask
+        if released:
+            free = before & ~locked.held_by_any()
+            unpin = self._index.unpin
+            # Text is the fastest way to walk the bits of a long integer.
+            for index, bit in enumerate(reversed(f"{free:b}")):
+                if bit == "1":
+                    unpin(parts[index])
+        return released
 
     def _forget(self, lease: Lease) -> None:
         self._leases.pop(lease.lease_id, None)

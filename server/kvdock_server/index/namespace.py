@@ -11,7 +11,7 @@ from kvdock_server.errors import Reason, RequestError, invalid
 MAX_NAME_BYTES = 256
 MAX_LABELS = 32
 MAX_CHUNK_TOKENS = 65_536
-MAX_KV_WORLD_SIZE = 4_096
+MAX_KV_WORLD_SIZE = 256
 MAX_GROUPS = 64
 
 
@@ -38,8 +38,9 @@ class Group:
             return hit_chunks
         if self.kind is GroupKind.RECURRENT_STATE:
             return min(1, hit_chunks)
-        # The next token sees itself and window_tokens - 1 before it.
-        return min(hit_chunks, -(-(self.window_tokens - 1) // chunk_tokens))
+        # The next token sees itself and window_tokens - 1 before it. At least one chunk, so that
+        # a hit always locks something.
+        return min(hit_chunks, max(1, -(-(self.window_tokens - 1) // chunk_tokens)))
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Namespace:
         if len(self.labels) > MAX_LABELS:
             raise invalid(f"{len(self.labels)} labels: at most {MAX_LABELS}")
         for key, value in self.labels.items():
-            if len(key) > 256 or len(value) > 256:
+            if len(key.encode()) > 256 or len(value.encode()) > 256:
                 raise invalid(f"label {key[:80]!r}: at most 256 bytes for key and value each")
         if not 1 <= self.chunk_tokens <= MAX_CHUNK_TOKENS:
             raise invalid(f"chunk_tokens {self.chunk_tokens}: from 1 to {MAX_CHUNK_TOKENS}")

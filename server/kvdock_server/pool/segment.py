@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import secrets
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,9 @@ _FAULT_THREADS = 4
 # From <linux/mman.h>; the mmap module does not name the second one.
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+
+# struct flock: type, whence, start, length, process.
+_FLOCK = struct.Struct("@hhqqi4x")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -49,12 +53,16 @@ class Segment:
         self.nbytes = nbytes
         self.shm_name = f"/{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
         self._path = SHM / self.shm_name[1:]
-        self._fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # Locked before it has the name by which others look for what dead servers left.
+        new = self._path.with_name(f".{self._path.name}")
+        self._fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(self._path)
             os.ftruncate(self._fd, nbytes)
             self._map = mmap.mmap(self._fd, nbytes)
         except BaseException:
+            new.unlink(missing_ok=True)
             self.unlink()
             raise
         self.view = memoryview(self._map)
@@ -107,6 +115,12 @@ class Segment:
             thread = threading.Thread(target=work, name=f"fault-in-{number}", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def is_guarded(self, byte: int) -> bool:
+        """True if another process holds a lock (fcntl F_OFD_SETLK) on that byte of the file."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked)
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def unlink(self) -> None:
         """Remove the name. Mappings that clients have stay valid."""

@@ -86,6 +86,17 @@ class SlotAllocator:
         else:
             partial[run.first] = run
 
+    def same_run(self, offset: int) -> list[int]:
+        """The slots in use that share slabs with this one, itself included.
+
+        When all of them are given back, the slabs can serve slots of any size.
+        """
+        run = self._runs[offset // self.slab_bytes]
+        base = run.first * self.slab_bytes
+        free = set(run.free)
+        slots = range(base, base + run.capacity * run.slot_bytes, run.slot_bytes)
+        return [slot for slot in slots if slot not in free]
+
     def _start_run(self, slot_bytes: int) -> _Run | None:
         shortest = -(-slot_bytes // self.slab_bytes)
         lengths = range(shortest, shortest + _EXTRA_SLABS + 1)

@@ -94,33 +94,30 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             draining=core.draining,
         )
 
-    @unary
+    @streaming
     async def ListNamespaces(  # noqa: N802
         self, request: pb.ListNamespacesRequest, context: Context
-    ) -> pb.ListNamespacesResponse:
-        return pb.ListNamespacesResponse(
-            namespaces=[
-                pb.NamespaceStatus(
+    ) -> AsyncIterator[pb.ListNamespacesResponse]:
+        for space in self._core.index.spaces:
+            yield pb.ListNamespacesResponse(
+                namespace=pb.NamespaceStatus(
                     namespace=namespace_to_proto(space.namespace),
                     parts=space.visible_parts,
                     bytes=space.sealed_bytes,
                 )
-                for space in self._core.index.spaces
-            ]
-        )
+            )
 
     @streaming
     async def ListChunks(  # noqa: N802
         self, request: pb.ListChunksRequest, context: Context
     ) -> AsyncIterator[pb.ListChunksResponse]:
         space = self._core.index.space(request.namespace)
-        chunks = list(space.chunks.values())
+        parts = [part for chunk in space.chunks.values() for part in chunk.parts if part]
         response = pb.ListChunksResponse()
-        for chunk in chunks:
-            for part in chunk.parts:
-                if part is not None:
-                    response.parts.append(_part_status(space, part))
-            if len(response.parts) >= _PARTS_A_MESSAGE:
+        for part in parts:
+            if not part.detached:
+                response.parts.append(_part_status(space, part))
+            if len(response.parts) == _PARTS_A_MESSAGE:
                 yield response
                 response = pb.ListChunksResponse()
                 await asyncio.sleep(0)

@@ -15,7 +15,7 @@ from kvdock_server.index.index import Slot
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.copies import Copies
-from kvdock_server.rpc.status import Context, streaming, unary
+from kvdock_server.rpc.status import STALL_SECONDS, Context, stalled, streaming, unary
 from kvdock_server.sessions import Session
 
 DEFAULT_MESSAGE_BYTES = 1 << 20
@@ -70,12 +70,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def Put(  # noqa: N802
         self, requests: AsyncIterator[pb.PutRequest], context: Context
     ) -> AsyncIterator[pb.PutResponse]:
-        request = await anext(requests, None)
+        request = await _next(requests)
         if request is None or request.WhichOneof("message") != "open":
             raise invalid("the first message of a Put must be open")
         opened = request.open
         outcomes = self._core.reserve(
-            self._session(opened),
+            None,
             opened.namespace,
             verbs.group_idx(opened),
             opened.kv_worker_id,
@@ -119,7 +119,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             if status != types.CHUNK_STATUS_RESERVED:
                 yield pb.PutResponse(result=pb.PutResult(chunk=index, status=status))
         received = dict.fromkeys(range(len(outcomes)), 0)
-        async for request in requests:
+        while (request := await _next(requests)) is not None:
             if request.WhichOneof("message") != "data":
                 raise invalid("every message of a Put but the first must be data")
             index, data = request.data.chunk, request.data.data
@@ -149,7 +149,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     @streaming
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetResponse]:  # noqa: N802
-        self._session(request)
         step = request.message_bytes or DEFAULT_MESSAGE_BYTES
         if step > MAX_MESSAGE_BYTES:
             raise invalid(f"message_bytes {step}: at most {MAX_MESSAGE_BYTES}, 0 means 1 MiB")
@@ -180,3 +179,12 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         session = self._core.sessions.get(request.session_id)
         session.last_seen = self._core.clock()
         return session
+
+
+async def _next(requests: AsyncIterator[pb.PutRequest]) -> pb.PutRequest | None:
+    """The client's next message, None at the end; RequestError (STALLED) if none comes."""
+    try:
+        async with asyncio.timeout(STALL_SECONDS):
+            return await anext(requests, None)
+    except TimeoutError:
+        raise stalled("sent") from None

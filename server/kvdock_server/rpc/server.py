@@ -58,9 +58,8 @@ class Server:
         cache_pb2_grpc.add_CacheServiceServicer_to_server(
             CacheService(core, pool, copies), self._grpc
         )
-        session_pb2_grpc.add_SessionServiceServicer_to_server(
-            SessionService(core, pool, copies, chunk_tokens), self._grpc
-        )
+        self._sessions = SessionService(core, pool, copies, chunk_tokens)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(self._sessions, self._grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminService(core, pool, chunk_tokens), self._grpc
         )
@@ -80,4 +79,5 @@ class Server:
 
     async def stop(self, grace: float) -> None:
         """Stop listening, and end the calls that are left after ``grace`` seconds."""
+        self._sessions.end_all()
         await self._grpc.stop(grace)

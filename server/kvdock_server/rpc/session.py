@@ -6,21 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-
 from kvdock.v1 import session_pb2 as pb
 from kvdock.v1 import session_pb2_grpc
 from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__, sessions
 from kvdock_server.core import Core
-from kvdock_server.errors import invalid
+from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.copies import Copies
-from kvdock_server.rpc.status import Context, as_request_error, to_proto
-from kvdock_server.rpc.status import abort as abort_call
+from kvdock_server.rpc.status import Context, abort, as_request_error, to_proto
 
 _OPEN_SECONDS = 5.0
+# What a session has sent beyond that waits in its stream, and in the end in its process.
+_COPIES_AT_ONCE = 64
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -31,32 +30,44 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self._copies = copies
         self._pool = pool
         self._chunk_tokens = chunk_tokens
+        self._ending = asyncio.Event()
 
     async def Session(  # type: ignore[override]  # noqa: N802
         self, requests: AsyncIterator[pb.SessionRequest], context: Context
     ) -> None:
         try:
-            first = await asyncio.wait_for(anext(requests, None), _OPEN_SECONDS)
-        except TimeoutError:
-            await context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"no open within {_OPEN_SECONDS:g} s: it must be the first message of a session",
-            )
-        if first is None:
-            return
-        try:
+            first = await _first(requests)
             session = self._open(first)
         except Exception as error:
-            await abort_call(context, as_request_error(error))
+            await abort(context, as_request_error(error))
         stream = _SessionStream(self._core, self._copies, session, context)
         try:
             await stream.write(pb.SessionResponse(id=first.id, open=self._opened(session)))
-            await stream.serve(requests)
+            await self._serve(stream, requests)
         finally:
             try:
                 await stream.close()
             finally:
                 self._core.close_session(session)
+        if self._ending.is_set():
+            await abort(context, RequestError(Reason.DRAINING, "the server has stopped"))
+
+    def end_all(self) -> None:
+        """End every session's stream, since the server is about to stop."""
+        self._ending.set()
+
+    async def _serve(
+        self, stream: _SessionStream, requests: AsyncIterator[pb.SessionRequest]
+    ) -> None:
+        """Answer until the client ends the stream, or all are ended."""
+        serving = asyncio.create_task(stream.serve(requests))
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ending.cancel()
+            serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
     def _open(self, first: pb.SessionRequest) -> sessions.Session:
         if first.WhichOneof("request") != "open":
@@ -82,7 +93,22 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             chunk_tokens=self._chunk_tokens,
             ttl_ms=round(session.ttl * 1000),
             segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],
+            guard=session.guard,
         )
+
+
+async def _first(requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionRequest:
+    try:
+        async with asyncio.timeout(_OPEN_SECONDS):
+            first = await anext(requests, None)
+    except TimeoutError:
+        raise RequestError(
+            Reason.STALLED,
+            f"no open within {_OPEN_SECONDS:g} s: it must be the first message of a session",
+        ) from None
+    if first is None:
+        raise invalid("the stream ended before its first message, which must be open")
+    return first
 
 
 class _SessionStream:
@@ -97,15 +123,17 @@ class _SessionStream:
         self._context = context
         self._write_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(_COPIES_AT_ONCE)
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
         """Answer until the client ends the stream."""
         async for request in requests:
             kind = request.WhichOneof("request")
-            if kind in ("store", "retrieve", "register_memory"):
+            if self._takes_time(kind):
+                await self._room.acquire()
                 task = asyncio.create_task(self._copy(request, kind))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(self._copied)
             else:
                 await self.write(self._answer(request, kind))
 
@@ -120,6 +148,18 @@ class _SessionStream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._copies.release(self._session)
+        # One by one: all at once could keep everybody else waiting.
+        for lease in self._core.leases.of_owner(self._session.session_id):
+            self._core.leases.release(lease)
+            await asyncio.sleep(0)
+
+    def _takes_time(self, kind: str | None) -> bool:
+        by_server = self._session.mode is sessions.Mode.SERVER
+        return kind in ("store", "register_memory") or (kind == "retrieve" and by_server)
+
+    def _copied(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._room.release()
 
     def _answer(self, request: pb.SessionRequest, kind: str | None) -> pb.SessionResponse:
         response = pb.SessionResponse(id=request.id)
@@ -136,13 +176,14 @@ class _SessionStream:
             response.error.CopyFrom(to_proto(as_request_error(error)))
         return response
 
-    async def _copy(self, request: pb.SessionRequest, kind: str) -> None:
+    async def _copy(self, request: pb.SessionRequest, kind: str | None) -> None:
         response = pb.SessionResponse(id=request.id)
         try:
             self._check(request, kind)
-            message: Any = getattr(request, kind)
-            verb: Any = getattr(self._copies, kind)
-            getattr(response, kind).CopyFrom(await verb(self._session, message))
+            name = str(kind)
+            verb: Any = getattr(self._copies, name)
+            answer = await verb(self._session, getattr(request, name))
+            getattr(response, name).CopyFrom(answer)
         except Exception as error:
             response.error.CopyFrom(to_proto(as_request_error(error)))
         await self.write(response)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -21,6 +22,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+# A stream of bytes on which nothing moves for so long is given up.
+STALL_SECONDS = 30.0
+
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
@@ -31,6 +35,13 @@ def as_request_error(error: Exception) -> RequestError:
     logger.error("a request failed by a fault of the server", exc_info=error)
     return RequestError(
         Reason.INTERNAL, f"a fault of the server ({error!r}): its log has more; please report it"
+    )
+
+
+def stalled(did: str) -> RequestError:
+    """A stream that is given up, since it may hold memory that others want."""
+    return RequestError(
+        Reason.STALLED, f"the client {did} nothing for {STALL_SECONDS:g} s: begin again"
     )
 
 
@@ -79,7 +90,10 @@ def streaming(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIte
         try:
             async with contextlib.aclosing(method(self, request, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
-                    await context.write(response)
+                    async with asyncio.timeout(STALL_SECONDS):
+                        await context.write(response)
+        except TimeoutError:
+            await abort(context, stalled("took"))
         except (grpc.aio.AbortError, grpc.aio.BaseError):
             raise
         except Exception as error:

@@ -155,6 +155,7 @@ VERBS: dict[str, Verb] = {
     "reserve": reserve,
     "commit": commit,
     "abort": abort,
+    "retrieve": retrieve_shared,
 }
 
 
@@ -217,6 +218,8 @@ def namespace_to_proto(namespace: Namespace) -> types.Namespace:
             group_idx=group.group_idx,
             kind=types.GroupKind.ValueType(group.kind.value),
             window_tokens=group.window_tokens,
-            shard_bytes=group.shard_bytes,
+            shard_bytes=(
+                group.shard_bytes[:1] if len(set(group.shard_bytes)) == 1 else group.shard_bytes
+            ),
         )
     return message
