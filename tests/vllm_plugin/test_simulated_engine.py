@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from vllm.lora.request import LoRARequest
 
 from kvdock import Client
 from kvdock.v1 import admin_pb2
+from kvdock_vllm import worker as worker_module
+from kvdock_vllm.copier import Copier
 
 C = CHUNK_TOKENS
 ASK = {"num_kvdock_extra_cached_tokens": None, "num_lmcache_extra_cached_tokens": None}
@@ -119,13 +122,24 @@ def test_a_prefix_hit_that_continues_differently(engine: SimulatedEngine, shared
     assert extra(other) == shared // C * C
 
 
-def test_what_the_engine_has_is_not_loaded_again(engine: SimulatedEngine) -> None:
+def test_what_the_engine_has_is_not_loaded_again(engine: SimulatedEngine, kvdock: Any) -> None:
     whole = prompt(5 * C)
     engine.generate(whole)
     engine.forget()
     # Now the engine has one and a half chunks of its own.
     engine.generate(whole[: C + C // 2], max_tokens=1)
+    locks: list[int] = []
+
+    def look() -> None:
+        if engine.connector._of_scheduler._loads and not locks:
+            deadline = time.monotonic() + 3
+            while status(kvdock).index.locks != 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            locks.append(status(kvdock).index.locks)
+
+    engine.between_schedule_and_forward = look
     outcome = engine.generate(whole, kv_transfer_params=ASK)
+    assert locks == [4], "a chunk that is not going to be loaded needs no lock"
     assert outcome.num_cached_tokens == 5 * C
     assert extra(outcome) == 5 * C - (C + C // 2)
 
@@ -336,17 +350,8 @@ def _count_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_given_away_while_a_store_reads_them(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvdock_vllm import worker as worker_module
-    from kvdock_vllm.copier import Copier
-
     # Copies take longer than preempted blocks may be read, so that stores are given up.
-    real = Copier.gather
-
-    def slow(self: Copier, *arguments: Any) -> None:
-        time.sleep(0.03)
-        real(self, *arguments)
-
-    monkeypatch.setattr(Copier, "gather", slow)
+    _slow_copies(monkeypatch, 0.03)
     monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
     engine = start_engine(num_blocks=61)
     for n in range(6):
@@ -357,6 +362,52 @@ def test_blocks_given_away_while_a_store_reads_them(
     for n in range(6):
         # Whatever is there is right: the second engine checks the bytes.
         again.generate(prompt(3 * C, seed=n) + engine.outcomes[f"r{n}"].tokens)
+
+
+def test_a_copy_that_cannot_be_stopped_is_not_committed(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_FLUSH_SECONDS", "_STOP_SECONDS"):
+        monkeypatch.setattr(worker_module, name, 0.001)
+    reached, go_on = threading.Event(), threading.Event()
+    real = Copier._pieces
+
+    def held(self: Copier, *arguments: Any) -> Iterator[Any]:
+        for piece in real(self, *arguments):
+            reached.set()
+            go_on.wait()
+            yield piece
+
+    monkeypatch.setattr(Copier, "_pieces", held)
+    engine = start_engine()
+    engine.add("r", prompt(C + 9), max_tokens=9)
+    while not reached.wait(0.01):
+        engine.step()
+    (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
+    assert engine.preempt_all()
+    engine.step()
+    (others,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
+    assert not set(blocks) & set(others)
+    # Whoever has the blocks now writes there, while the copy goes on.
+    for view in engine.ranks[0].views:
+        view.reshape(-1, BLOCK_TOKENS, view.shape[1])[blocks] = 0xEE
+    go_on.set()
+    engine.run()
+    warm = start_engine().generate(prompt(C + 9), max_tokens=9, kv_transfer_params=ASK)
+    assert warm.tokens == engine.outcomes["r"].tokens
+    assert extra(warm) == C, "what the resumed request stored is there"
+
+
+def _slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Each piece of a copy takes so much longer, after it was decided to copy it."""
+    real = Copier._pieces
+
+    def slow(self: Copier, *arguments: Any) -> Iterator[Any]:
+        for piece in real(self, *arguments):
+            time.sleep(seconds)
+            yield piece
+
+    monkeypatch.setattr(Copier, "_pieces", slow)
 
 
 def test_requests_preempted_and_resumed_in_one_step(engine: SimulatedEngine) -> None:
@@ -578,16 +629,8 @@ def test_a_reset_clears_the_server_too(start_engine: StartEngine, kvdock: Any) -
 def test_a_reset_reaches_stores_that_are_under_way(
     start_engine: StartEngine, kvdock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvdock_vllm.copier import Copier
-
     engine = start_engine()
-    real = Copier.gather
-
-    def slow(self: Copier, *arguments: Any) -> None:
-        time.sleep(0.2)
-        real(self, *arguments)
-
-    monkeypatch.setattr(Copier, "gather", slow)
+    _slow_copies(monkeypatch, 0.2)
     engine.add("r", prompt(2 * C))
     while engine.outcomes["r"].finish_reason is None:
         engine.step()
