@@ -119,7 +119,7 @@ async def test_tensors_inside_an_allocation_at_odd_offsets(
     await round_trip(pool, transfers, shared_worker, as_server_types, blocks=8, blocks_per_chunk=2)
 
 
-@pytest.mark.parametrize("page", [64 << 10, 2064, 1032, 1004, 1002, 1001])
+@pytest.mark.parametrize("page", [8192, 2064, 1032, 1004, 1002, 1001])
 async def test_staged_blocks_of_every_alignment(
     pool: Any,
     transfers: GpuTransfers,
@@ -149,7 +149,7 @@ async def test_layers_gigabytes_apart(
     driver.set_current(driver.retain_context(0))
     free, _ = driver.memory_info()
     pitch = next(pitch for pitch in (5 << 30, 9 << 28) if free > 6 * pitch + (4 << 30))
-    shared_worker.make_inside("uint8", [layer * pitch for layer in range(7)], 8, 65536)
+    shared_worker.make_inside("uint8", [layer * pitch for layer in range(7)], 8, 8192)
     copied = await round_trip(
         pool, transfers, shared_worker, as_server_types, blocks=8, blocks_per_chunk=2
     )

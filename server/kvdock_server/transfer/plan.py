@@ -1,14 +1,15 @@
 """Which bytes go where, and by which kind of copy. Pure: addresses in, pieces of work out.
 
 A GPU's copy engines run beside its kernels and cost them next to nothing, but each operation has a
-price whatever its size. A kernel of another process makes the engine's kernels wait for a time
-slice, but has no price per segment. So the planner looks for the fewest copy-engine operations
-that do the work, and only where even those would waste too much of the link it asks for a kernel:
+price. A kernel of another process makes the engine's kernels wait for a time slice, but has no
+price per segment. So the planner looks for the copy-engine operations that are the least work, and
+only where even those would waste too much of the link it asks for a kernel:
 
-* Segments: contiguous on both sides. Blocks whose regions follow one another (block-major caches)
-  are one segment each, and consecutive ids of a dense cache melt into one.
-* Rectangles: rows at one pitch on both sides. Either the rows are the layers of one block, where
-  the layers lie at one pitch in one allocation; or the rows are consecutive blocks of one layer.
+* Segments: contiguous on both sides, many in one call. Regions that follow one another are one
+  segment (block-major caches), and consecutive ids of a dense cache melt into one.
+* Rectangles: rows at one pitch on both sides, for pages too short to be segments. Either the rows
+  are the layers of one block, where the layers lie at one pitch in one allocation; or the rows are
+  consecutive blocks of one layer.
 * Scattered blocks: gathered into (or spread from) a large buffer by a kernel, with one large copy
   between that buffer and host memory.
 
@@ -40,34 +41,48 @@ class CopyPrices(NamedTuple):
 
     link_bytes_per_us: float
     segment_us: float
+    """Of each segment, beyond its bytes' own time."""
+    least_segment_us: float
+    """No segment takes less than this, however short."""
     rectangle_us: float
+    """Of each rectangle, beyond its bytes' own time."""
     stage_below: float
+    """Share of the link's rate below which copy engines are given up for a kernel."""
     stage_from_bytes: int
+    """There is nothing to overlap a kernel with where less is to be moved."""
 
 
 COPY_PRICES = CopyPrices(
     link_bytes_per_us=54_500,
-    segment_us=0.45,
+    segment_us=0.02,
+    least_segment_us=0.6,
     rectangle_us=2.5,
-    stage_below=0.85,
+    stage_below=0.75,
     stage_from_bytes=64 << 20,
 )
-"""Measured on an H100 80GB (PCIe Gen5 x16, driver 580), GB/s device to host / host to device:
+"""Measured on an H100 80GB (PCIe Gen5 x16, driver 580.159), its memory opened through CUDA IPC, in
+GB/s from device to host / from host to device; beside an engine with the engine's slowdown:
 
-    link, one large pinned copy         55.0 / 54.4
-    segments in one batch, by size    32 KiB 35.6 / 31.3   64 KiB 41.3 / 37.4   128 KiB 43.8 / 43.5
-                                      256 KiB 49.5 / 48.2  1 MiB 53.0 / 52.7    2 MiB 53.9 / 54.2
-    rectangles, rows of 64 KiB        4 rows 36 / 35       16 rows 48 / 48      64 rows 53 / 53
-    rectangles, rows of 32 KiB        4 rows 25 / 26       16 rows 42 / 42      64 rows 51 / 51
-    gathered by a kernel, any size    54.5 / 52-54
+                                          alone          beside an engine
+    plain copies of 256 MiB               54.7 / 54.9    54.5 x 1.02 / 54.6 x 1.06
+    segments of 2 MiB                     54.5 / 53.0    53.9 x 1.03 / 52.0 x 1.07
+    segments of 64 KiB                    52.8 / 52.1    45.8 x 1.02 / 51.8 x 1.06
+    segments of 32 KiB                    50.4 / 50.5    36.4 x 1.02 / 36.4 x 1.05
+    segments of 16 KiB                    25.7 / 16.0
+    rectangles of 32 layers x 64 KiB      49.9 / 48.3    39.7 x 1.02 / 44.5 x 1.06
+    rectangles of 64 blocks x 64 KiB      52.2 / 50.6    42.4 x 1.02 / 48.6 x 1.06
+    rectangles of 16 blocks x 64 KiB      47.3 / 45.2    36.3 x 1.02 / 40.9 x 1.05
+    rectangles of 64 layers x 16 KiB      50.0 / 46.8
+    rectangles of 64 layers x 8 KiB       45.1 / 41.9
+    gathered or spread by a kernel        54.5 / 52-54   49   x 1.11 / 50   x 1.20
 
-Time over that of the link alone is 0.3 to 0.6 us for each segment and 2.0 to 2.6 us for each
-rectangle, at every size from 32 KiB on. Kernels slow an engine that runs beside by 1.12 (device to
-host) and 1.24 (host to device) while they last, copy engines by at most 1.04; hence staging starts
-only below ``stage_below`` of the link's rate, which leaves runs of 16 blocks of 64 KiB and layers
-at one pitch to the copy engines, and never for less than ``stage_from_bytes``, where there is
-nothing to overlap the kernel with.
+So segments are the best there is from 32 KiB on, rectangles below that; and a kernel is for small
+pages at no pitch, which only copy engines at a fraction of the link would move otherwise.
 """
+
+MAX_BATCH_SEGMENTS = 512
+"""Segments handed to the driver in one call. Of 64 KiB each, calls of 512 run at 52.8 / 52.1 GB/s,
+of 2,048 at 51.9 / 49.8, and one call of 16,384 at 36.2 / 33.9."""
 
 PIECE_US = 600.0
 """Time of one piece of copy-engine work at the prices above: 32 MiB of large segments."""
@@ -81,7 +96,7 @@ MAX_STAGED_BLOCKS = 1 << 16
 """Block ids in one staged piece."""
 
 _MAX_OPERATION_BYTES = 32 << 20
-_WINDOW_OPERATIONS = 1 << 16
+_WINDOW_OPERATIONS = 1 << 12
 _LADDER_STEPS = (1, 2)
 
 
@@ -211,10 +226,10 @@ class Planner:
         self._dense = len(self.regions.device) == 1 and (
             layout.num_blocks == 1 or self.regions.stride[0] == self.regions.nbytes[0]
         )
-        self._ladders, self._singles = _cheapest_ladders(self.regions)
-        self._block_us = (
-            len(self._ladders) * COPY_PRICES.rectangle_us
-            + len(self._singles) * COPY_PRICES.segment_us
+        prices = _segment_prices(self.regions.nbytes)
+        self._ladders, self._singles = _cheapest_ladders(self.regions, prices)
+        self._block_us = len(self._ladders) * COPY_PRICES.rectangle_us + float(
+            prices[self._singles].sum()
         )
         self._run_us = len(self.regions.device) * COPY_PRICES.rectangle_us
         self._fits_staging = not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
@@ -346,8 +361,9 @@ class Planner:
 
     def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
         segments = self._within_borders(_split(segments, _MAX_OPERATION_BYTES))
-        for part in _cut(segments.nbytes, COPY_PRICES.segment_us):
-            yield segments.take(part)
+        for part in _cut(segments.nbytes, _segment_prices(segments.nbytes)):
+            for start in range(part.start, part.stop, MAX_BATCH_SEGMENTS):
+                yield segments.take(slice(start, min(start + MAX_BATCH_SEGMENTS, part.stop)))
 
     def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[Piece]:
         if self._borders is not None:
@@ -406,6 +422,13 @@ def _efficiency(
     return np.asarray(link_us / (link_us + cost_us), dtype=np.float64)
 
 
+def _segment_prices(nbytes: U64) -> npt.NDArray[np.float64]:
+    """What segments cost beyond their bytes' own time on the link."""
+    link_us = nbytes / COPY_PRICES.link_bytes_per_us
+    prices = np.maximum(COPY_PRICES.least_segment_us - link_us, 0) + COPY_PRICES.segment_us
+    return np.asarray(prices, dtype=np.float64)
+
+
 def _merge(layout: GroupLayout, bases: Sequence[int]) -> MergedRegions:
     """Regions that follow one another on both sides become one, for every block alike."""
     merged: list[list[int]] = []  # allocation, device address, stride, bytes, host offset
@@ -429,7 +452,9 @@ def _merge(layout: GroupLayout, bases: Sequence[int]) -> MergedRegions:
     return MergedRegions(columns[0].astype(np.int64), *columns[1:])
 
 
-def _cheapest_ladders(regions: MergedRegions) -> tuple[list[_Ladder], npt.NDArray[np.intp]]:
+def _cheapest_ladders(
+    regions: MergedRegions, prices: npt.NDArray[np.float64]
+) -> tuple[list[_Ladder], npt.NDArray[np.intp]]:
     """Ladders, and the regions that are in none, at the lowest price for one block.
 
     With step 2 every other region is a rung: K and V of a layer at one distance, layers at
@@ -440,8 +465,8 @@ def _cheapest_ladders(regions: MergedRegions) -> tuple[list[_Ladder], npt.NDArra
         ladders: list[_Ladder] = []
         singles: list[int] = []
         for first in range(min(step, len(regions.device))):
-            _climb(regions, first, step, ladders, singles)
-        price = len(ladders) * COPY_PRICES.rectangle_us + len(singles) * COPY_PRICES.segment_us
+            _climb(regions, prices, first, step, ladders, singles)
+        price = len(ladders) * COPY_PRICES.rectangle_us + float(prices[singles].sum())
         if best is None or price < best[0]:
             best = price, ladders, singles
     assert best is not None
@@ -449,7 +474,12 @@ def _cheapest_ladders(regions: MergedRegions) -> tuple[list[_Ladder], npt.NDArra
 
 
 def _climb(
-    regions: MergedRegions, first: int, step: int, ladders: list[_Ladder], singles: list[int]
+    regions: MergedRegions,
+    prices: npt.NDArray[np.float64],
+    first: int,
+    step: int,
+    ladders: list[_Ladder],
+    singles: list[int],
 ) -> None:
     """Sort regions ``first``, ``first + step``, ... into ladders and singles."""
     allocation = regions.allocation.tolist()
@@ -479,7 +509,7 @@ def _climb(
             ):
                 rows += 1
                 rung += step
-        if rows * COPY_PRICES.segment_us > COPY_PRICES.rectangle_us:
+        if rows * prices[at] > COPY_PRICES.rectangle_us:
             ladders.append(_Ladder(at, rows, device_pitch, host_pitch))
             at += rows * step
         else:
@@ -501,7 +531,7 @@ def _split(segments: Segments, most: int) -> Segments:
     )
 
 
-def _cut(nbytes: U64, operation_us: float) -> Iterator[slice]:
+def _cut(nbytes: U64, operation_us: float | npt.NDArray[np.float64]) -> Iterator[slice]:
     """Slices of operations that take about PIECE_US each."""
     if not len(nbytes):
         return

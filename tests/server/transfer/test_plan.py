@@ -263,88 +263,101 @@ def test_every_layout_in_every_order(name: str, kind: str) -> None:
 
 
 def kinds(layout: GroupLayout, ids: list[int], *, stage: bool = True) -> set[type[Piece]]:
-    bases = [DEVICE_BASE + (i << 36) for i in range(64)]
+    bases = [DEVICE_BASE + (i << 36) for i in range(LAYERS)]
     planner = Planner(layout, bases)
     slots = HOST_BASE + np.arange(len(ids) // layout.blocks_per_chunk) * layout.chunk_bytes
     return {type(piece) for piece in planner.plan(ids, block_hosts(slots, layout), stage=stage)}
 
 
-LLAMA_PAGE = 64 << 10
-BLOCKS = 512
+LARGE_PAGE = 64 << 10
+SMALL_PAGE = 8 << 10
+LAYERS = 80
+BLOCKS = 1024
 RANDOM = [int(i) for i in np.random.default_rng(0).permutation(BLOCKS)]
-RUNS_OF_64 = [
-    int(i)
-    for run in np.random.default_rng(0).permutation(BLOCKS // 64)
-    for i in range(64 * run, 64 * run + 64)
-]
+RUNS = np.random.default_rng(0).permutation(BLOCKS // 64)
+RUNS_OF_64 = [int(64 * run + i) for run in RUNS for i in range(64)]
 
 
-def llama(*, apart: bool) -> GroupLayout:
-    """32 layers, 8 heads of 128 in bf16, blocks of 16 tokens, layers outermost."""
+def layer_major(page: int, *, apart: bool) -> GroupLayout:
     return GroupLayout(
         BLOCKS,
         16,
         tuple(
-            BlockRegion(
-                i if apart else 0, 0 if apart else i * BLOCKS * LLAMA_PAGE, *[LLAMA_PAGE] * 2
-            )
-            for i in range(32)
+            BlockRegion(i if apart else 0, 0 if apart else i * BLOCKS * page, page, page)
+            for i in range(LAYERS)
         ),
     )
 
 
-def test_a_block_major_cache_is_one_segment_a_block() -> None:
-    layout = GroupLayout(
-        BLOCKS,
-        16,
-        tuple(BlockRegion(0, i * LLAMA_PAGE, 32 * LLAMA_PAGE, LLAMA_PAGE) for i in range(32)),
-    )
-    planner = Planner(layout, [DEVICE_BASE])
-    slots = HOST_BASE + np.arange(2) * layout.chunk_bytes
-    pieces = list(planner.plan(list(range(64, 32, -1)), block_hosts(slots, layout), stage=True))
+def count(pieces: list[Piece]) -> int:
     assert {type(piece) for piece in pieces} == {Segments}
-    assert sum(len(piece) for piece in pieces if isinstance(piece, Segments)) == 32
-    consecutive = list(planner.plan(list(range(32)), block_hosts(slots, layout), stage=True))
-    assert sum(len(piece) for piece in consecutive if isinstance(piece, Segments)) == 2
+    return sum(len(piece) for piece in pieces if isinstance(piece, Segments))
 
 
-def test_layers_at_one_pitch_are_rectangles_whatever_the_ids() -> None:
-    assert kinds(llama(apart=False), RANDOM) == {Rectangles}
+def test_a_block_major_cache_is_one_segment_a_block() -> None:
+    regions = [
+        BlockRegion(0, i * SMALL_PAGE, LAYERS * SMALL_PAGE, SMALL_PAGE) for i in range(LAYERS)
+    ]
+    layout = GroupLayout(BLOCKS, 16, tuple(regions))
+    planner = Planner(layout, [DEVICE_BASE])
+    hosts = block_hosts(HOST_BASE + np.arange(2) * layout.chunk_bytes, layout)
+    assert count(list(planner.plan(list(range(64, 32, -1)), hosts, stage=True))) == 32
+    assert count(list(planner.plan(list(range(32)), hosts, stage=True))) == 1
 
 
-def test_consecutive_ids_of_layers_apart_are_rectangles() -> None:
-    assert kinds(llama(apart=True), RUNS_OF_64) == {Rectangles}
+@pytest.mark.parametrize("apart", [False, True])
+def test_large_pages_are_segments_whatever_the_ids(apart: bool) -> None:
+    for ids in (RANDOM, RUNS_OF_64):
+        assert kinds(layer_major(LARGE_PAGE, apart=apart), ids) == {Segments}
 
 
-def test_random_ids_of_layers_apart_are_staged_or_segments() -> None:
-    assert kinds(llama(apart=True), RANDOM) == {ScatteredBlocks}
-    assert kinds(llama(apart=True), RANDOM, stage=False) == {Segments}
+def test_small_pages_at_one_pitch_are_rectangles_whatever_the_ids() -> None:
+    assert kinds(layer_major(SMALL_PAGE, apart=False), RANDOM) == {Rectangles}
+
+
+def test_small_pages_of_consecutive_blocks_are_rectangles() -> None:
+    assert kinds(layer_major(SMALL_PAGE, apart=True), RUNS_OF_64) == {Rectangles}
+
+
+def test_small_pages_at_no_pitch_are_staged_or_segments() -> None:
+    layout = layer_major(SMALL_PAGE, apart=True)
+    assert kinds(layout, RANDOM) == {ScatteredBlocks}
+    assert kinds(layout, RANDOM, stage=False) == {Segments}
 
 
 def test_little_work_is_never_staged() -> None:
-    assert kinds(llama(apart=True), RANDOM[:16]) == {Segments}
+    assert kinds(layer_major(SMALL_PAGE, apart=True), RANDOM[:16]) == {Segments}
 
 
 def test_only_the_scattered_part_of_a_request_is_staged() -> None:
-    ids = [*range(256), *(i for i in RANDOM if i >= 256)]
-    assert kinds(llama(apart=True), ids) == {Rectangles, ScatteredBlocks}
+    ids = [*range(512), *(i for i in RANDOM if i >= 512)]
+    assert kinds(layer_major(SMALL_PAGE, apart=True), ids) == {Rectangles, ScatteredBlocks}
 
 
 def test_only_blocks_on_a_border_lose_their_rectangles() -> None:
-    layout = llama(apart=True)
-    bases = [DEVICE_BASE + (i << 36) for i in range(32)]
-    borders = HostBorders(HOST_BASE - (1 << 20), 256 << 20)
+    layout = layer_major(SMALL_PAGE, apart=True)
+    bases = [DEVICE_BASE + (i << 36) for i in range(LAYERS)]
+    borders = HostBorders(HOST_BASE - (300 << 10), 256 << 20)
     planner = Planner(layout, bases, borders=borders)
-    slots = HOST_BASE + np.arange(16) * layout.chunk_bytes
-    pieces = list(planner.plan(list(range(256)), block_hosts(slots, layout), stage=False))
+    slots = HOST_BASE + np.arange(BLOCKS // 16) * layout.chunk_bytes
+    pieces = list(planner.plan(list(range(BLOCKS)), block_hosts(slots, layout), stage=False))
     segments = sum(piece.total_bytes for piece in pieces if isinstance(piece, Segments))
-    assert segments == 2 * layout.block_bytes  # 512 MiB from 1 MiB off a border on: two blocks
+    assert segments == 2 * layout.block_bytes  # 640 MiB from just behind a border on: two blocks
+
+
+def test_batches_are_bounded() -> None:
+    layout = layer_major(LARGE_PAGE, apart=True)
+    planner = Planner(layout, [DEVICE_BASE + (i << 36) for i in range(LAYERS)])
+    slots = HOST_BASE + np.arange(BLOCKS // 16) * layout.chunk_bytes
+    pieces = list(planner.plan(RANDOM, block_hosts(slots, layout), stage=True))
+    assert count(pieces) == BLOCKS * LAYERS
+    assert max(len(piece) for piece in pieces if isinstance(piece, Segments)) <= 512
 
 
 def test_pieces_are_bounded_in_time_and_bytes() -> None:
-    layout = llama(apart=False)
+    layout = layer_major(SMALL_PAGE, apart=False)
     planner = Planner(layout, [DEVICE_BASE])
-    slots = HOST_BASE + np.arange(32) * layout.chunk_bytes
+    slots = HOST_BASE + np.arange(BLOCKS // 16) * layout.chunk_bytes
     for piece in planner.plan(RANDOM, block_hosts(slots, layout), stage=True):
         assert piece.total_bytes <= 40 << 20
 
