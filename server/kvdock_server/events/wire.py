@@ -12,30 +12,25 @@ from typing import Final
 
 from kvdock.v1 import events_pb2 as pb
 from kvdock.v1 import types_pb2 as types
+from kvdock_server.encoding import tag, varint
 from kvdock_server.events.event import Event, RemovedPart, StoredPart
 
-
-def _tag(message: type, field: str) -> bytes:
-    """Of a field whose value has a length."""
-    return bytes([message.DESCRIPTOR.fields_by_name[field].number << 3 | 2])  # type: ignore[attr-defined]
-
-
-_BATCH: Final = _tag(pb.StreamKVEventsResponse, "batch")
-_SNAPSHOT: Final = _tag(pb.StreamKVEventsResponse, "snapshot")
-_BATCH_EVENT: Final = _tag(pb.EventBatch, "events")
-_SNAPSHOT_EVENT: Final = _tag(pb.SnapshotPiece, "stored")
+_BATCH: Final = tag(pb.StreamKVEventsResponse, "batch")
+_SNAPSHOT: Final = tag(pb.StreamKVEventsResponse, "snapshot")
+_BATCH_EVENT: Final = tag(pb.EventBatch, "events")
+_SNAPSHOT_EVENT: Final = tag(pb.SnapshotPiece, "stored")
 
 
 def batch(epoch: int, cursor: int, unix_ms: int, events: Sequence[Event]) -> bytes:
     """A StreamKVEventsResponse with these events."""
     body = pb.EventBatch(unix_ms=unix_ms).SerializeToString() + _repeated(_BATCH_EVENT, events)
-    return _response(epoch, cursor) + _BATCH + _length(len(body)) + body
+    return _response(epoch, cursor) + _BATCH + varint(len(body)) + body
 
 
 def snapshot(epoch: int, cursor: int, events: Sequence[Event], *, last: bool) -> bytes:
     """A StreamKVEventsResponse with a piece of a snapshot."""
     body = _repeated(_SNAPSHOT_EVENT, events) + pb.SnapshotPiece(last=last).SerializeToString()
-    return _response(epoch, cursor) + _SNAPSHOT + _length(len(body)) + body
+    return _response(epoch, cursor) + _SNAPSHOT + varint(len(body)) + body
 
 
 def progress(epoch: int, cursor: int) -> bytes:
@@ -68,7 +63,7 @@ def _repeated(tag: bytes, events: Sequence[Event]) -> bytes:
 def _encode(event: Event) -> bytes:
     """The event's length and encoding, which stay with it."""
     message = _message(event).SerializeToString()
-    event.wire = _length(len(message)) + message
+    event.wire = varint(len(message)) + message
     event.content = None
     return event.wire
 
@@ -106,13 +101,3 @@ def _block_hashes(announced: Event) -> Sequence[bytes]:
     encoded = announced.wire or b""
     begin = next(index for index, byte in enumerate(encoded) if byte < 0x80) + 1
     return pb.Event.FromString(encoded[begin:]).stored.data.block_hashes
-
-
-def _length(value: int) -> bytes:
-    """A protobuf varint."""
-    encoded = bytearray()
-    while value >= 0x80:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

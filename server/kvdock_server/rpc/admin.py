@@ -16,6 +16,7 @@ from kvdock_server.index.index import Space
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.status import Context, streaming, unary
 from kvdock_server.rpc.verbs import namespace_to_proto
+from kvdock_server.transfer import GpuTransfers
 
 _PARTS_A_MESSAGE = 1_000
 
@@ -23,9 +24,10 @@ _PARTS_A_MESSAGE = 1_000
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """See admin.proto."""
 
-    def __init__(self, core: Core, pool: Pool, chunk_tokens: int) -> None:
+    def __init__(self, core: Core, pool: Pool, transfers: GpuTransfers, chunk_tokens: int) -> None:
         self._core = core
         self._pool = pool
+        self._transfers = transfers
         self._chunk_tokens = chunk_tokens
         self._started = core.clock()
 
@@ -38,6 +40,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             leases_of[lease.owner] = leases_of.get(lease.owner, 0) + 1
             locks += lease.locks
         counters = core.counters
+        gpu = self._transfers.stats()
         totals = core.index.totals
         return pb.StatusResponse(
             epoch=core.epoch,
@@ -49,6 +52,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 ready_bytes=self._pool.slots.ready_bytes,
                 used_bytes=core.index.sealed_bytes,
                 reserved_bytes=core.index.reserved_bytes,
+                pinned_bytes=gpu.pinned_bytes,
+                pin_refused=gpu.pin_refused,
             ),
             index=pb.IndexStatus(
                 namespaces=len(core.index.spaces),

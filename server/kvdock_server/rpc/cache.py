@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import cache_pb2_grpc
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core
+from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.index.index import Slot
 from kvdock_server.pool.pool import Pool
@@ -20,6 +23,19 @@ from kvdock_server.sessions import Session
 
 DEFAULT_MESSAGE_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 2 << 20
+
+_GET_DATA = tag(pb.GetResponse, "data")
+_SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
+
+
+def add_cache_service(server: grpc.aio.Server, service: CacheService) -> None:
+    """Serve CacheService."""
+    get = grpc.unary_stream_rpc_method_handler(
+        service.Get, request_deserializer=pb.GetRequest.FromString
+    )
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(service, server)
+    # Instead of the one just added, which encodes.
+    server.add_registered_method_handlers(_SERVICE_NAME, {"Get": get})  # type: ignore[attr-defined]
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -148,7 +164,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             yield pb.PutResponse(result=failed)
 
     @streaming
-    async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetResponse]:  # noqa: N802
+    async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[bytes]:  # type: ignore[override]  # noqa: N802
+        """Its responses are encoded already."""
         step = request.message_bytes or DEFAULT_MESSAGE_BYTES
         if step > MAX_MESSAGE_BYTES:
             raise invalid(f"message_bytes {step}: at most {MAX_MESSAGE_BYTES}, 0 means 1 MiB")
@@ -157,19 +174,20 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         )
         try:
             for index, shard in enumerate(shards):
+                head = pb.GetResponse(
+                    chunk=index, status=types.CHUNK_STATUS_RETRIEVED, shard_bytes=shard.nbytes
+                ).SerializeToString()
                 for begin in range(0, shard.nbytes, step):
-                    view = self._pool.view(shard.offset + begin, min(step, shard.nbytes - begin))
-                    yield pb.GetResponse(
-                        chunk=index,
-                        status=types.CHUNK_STATUS_RETRIEVED,
-                        data=bytes(view),
-                        shard_bytes=shard.nbytes,
-                    )
+                    nbytes = min(step, shard.nbytes - begin)
+                    data = self._pool.view(shard.offset + begin, nbytes)
+                    yield b"".join((head, _GET_DATA, varint(nbytes), data))
                     # A stream that is never full would keep every other call waiting.
                     await asyncio.sleep(0)
                 self._core.count_retrieved([shard])
             if len(shards) < len(request.keys):
-                yield pb.GetResponse(chunk=len(shards), status=types.CHUNK_STATUS_NOT_FOUND)
+                yield pb.GetResponse(
+                    chunk=len(shards), status=types.CHUNK_STATUS_NOT_FOUND
+                ).SerializeToString()
         finally:
             self._core.done_reading(shards)
 

@@ -10,7 +10,6 @@ from kvdock.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     cache_pb2,
-    cache_pb2_grpc,
     events_pb2,
     session_pb2,
     session_pb2_grpc,
@@ -18,7 +17,7 @@ from kvdock.v1 import (
 from kvdock_server.core import Core
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.admin import AdminService
-from kvdock_server.rpc.cache import CacheService
+from kvdock_server.rpc.cache import CacheService, add_cache_service
 from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.events import add_event_service
 from kvdock_server.rpc.reflection import add_reflection
@@ -55,13 +54,11 @@ class Server:
         self._grpc = grpc.aio.server(options=_OPTIONS)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(
-            CacheService(core, pool, copies), self._grpc
-        )
+        add_cache_service(self._grpc, CacheService(core, pool, copies))
         self._sessions = SessionService(core, pool, copies, chunk_tokens)
         session_pb2_grpc.add_SessionServiceServicer_to_server(self._sessions, self._grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminService(core, pool, chunk_tokens), self._grpc
+            AdminService(core, pool, transfers, chunk_tokens), self._grpc
         )
         add_event_service(self._grpc, core)
         add_reflection(self._grpc, [*SERVICE_NAMES, "grpc.health.v1.Health"])
