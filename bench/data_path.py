@@ -3,8 +3,8 @@
     python bench/data_path.py [--quick]
 
 * shared: a session reserves, copies into the pool and commits; looks up, copies out and frees. Each
-  is timed as a whole, calls included, in turns with a plain memcpy of the same bytes in the same
-  pieces between pages of this process that were touched before.
+  is timed as a whole, calls included, in turns with a plain memcpy of the same bytes between pages
+  of this process that were touched before.
 * inline: put and get of the client, in turns with a raw gRPC stream of messages of the same size to
   and from a server that does nothing (bench/bare_server.py).
 * lookups of 128 keys while another process stores and retrieves without pause, in turns with the
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import multiprocessing
+import os
 import secrets
 import sys
 import tempfile
@@ -35,14 +36,20 @@ from report import Row, milliseconds, percentile, print_report
 from serverkit import ServerProcess
 
 from kvdock import ChunkStatus, Client, Group, Location, Namespace, Session
+from kvdock._inline import MESSAGE_BYTES
 from kvdock.keys import chunk_keys
 
 CHUNK_TOKENS = 256
-SHARD_BYTES = 16 << 20
+SHARD_BYTES = 32 << 20
+"""256 tokens of a Llama 3.1 8B in 16 bits."""
 CHUNKS = 32
-"""Of one store or retrieve: a prompt of 8,192 tokens, 512 MiB."""
-MESSAGE_BYTES = 1 << 20
-POOL_BYTES = 1536 << 20
+"""Of one store or retrieve: 1 GiB, a prompt of 8,192 tokens."""
+POOL_BYTES = 5 << 29
+
+PIECE_BYTES = 4 << 20
+"""Copies give way to others after each piece. A kernel that lets a copying process finish its time
+slice, as Linux does, would otherwise keep everybody who is woken on its core waiting for some
+milliseconds, the server included."""
 NAMESPACE = Namespace("bench", CHUNK_TOKENS, 1, (Group(shard_bytes=(SHARD_BYTES,)),))
 
 PROMPT_CHUNKS = 128
@@ -70,8 +77,8 @@ class Effort:
     """Of lookups a round without load, and as long with it."""
 
 
-FULL = Effort(12, 6, 16, 4, 2.0)
-QUICK = Effort(5, 3, 8, 2, 1.0)
+FULL = Effort(10, 6, 16, 4, 2.0)
+QUICK = Effort(4, 3, 8, 2, 1.0)
 
 
 @dataclass
@@ -165,26 +172,20 @@ def shared_rows(client: Client, effort: Effort) -> list[Row]:
         touch_pool(session)
         for _ in range(effort.shared_rounds):
             keys = new_keys(CHUNKS)
-            before = seconds_of(copy, target, source)
+            before = seconds_of(np.copyto, target, source)
             storing = seconds_of(store, session, keys, source)
-            between = seconds_of(copy, target, source)
+            between = seconds_of(np.copyto, target, source)
             target.fill(0)
             retrieving = seconds_of(retrieve, session, keys, target)
             if not np.array_equal(source, target):
                 raise RuntimeError("what was retrieved is not what was stored")
-            after = seconds_of(copy, target, source)
+            after = seconds_of(np.copyto, target, source)
             stores.add(before, storing, between)
             retrieves.add(between, retrieving, after)
     return [
-        stores.row(f"shared store, {CHUNKS} chunks of 16 MiB", "memcpy", SHARED_BOUND),
+        stores.row(f"shared store, {CHUNKS} chunks of 32 MiB", "memcpy", SHARED_BOUND),
         retrieves.row("shared retrieve", "memcpy", SHARED_BOUND),
     ]
-
-
-def copy(target: Bytes, source: Bytes) -> None:
-    """memcpy, shard by shard."""
-    for to, shard in zip(target, source, strict=True):
-        np.copyto(to, shard)
 
 
 def store(session: Session, keys: Sequence[bytes], shards: Bytes) -> None:
@@ -193,7 +194,7 @@ def store(session: Session, keys: Sequence[bytes], shards: Bytes) -> None:
     for shard, chunk in zip(shards, reservation.chunks, strict=True):
         if chunk.location is None:
             raise RuntimeError(f"a chunk was not reserved: {chunk.status.name}")
-        np.copyto(session.pool.array(chunk.location), shard)
+        copy_politely(session.pool.array(chunk.location), shard)
     statuses = session.commit(reservation)
     if set(statuses) != {ChunkStatus.STORED}:
         raise RuntimeError(f"not all chunks were stored: {statuses}")
@@ -207,9 +208,16 @@ def retrieve(session: Session, keys: Sequence[bytes], shards: Bytes) -> None:
     for shard, chunk in zip(shards, session.retrieve(hit.lease), strict=True):
         if chunk.location is None:
             raise RuntimeError(f"a chunk cannot be had: {chunk.status.name}")
-        np.copyto(shard, session.pool.array(chunk.location))
+        copy_politely(shard, session.pool.array(chunk.location))
     if session.free_locks(hit.lease) != len(keys):
         raise RuntimeError("a lock was lost during the copy")
+
+
+def copy_politely(target: Bytes, source: Bytes) -> None:
+    """Copy piece by piece, and let others have the core in between."""
+    for start in range(0, len(source), PIECE_BYTES):
+        np.copyto(target[start : start + PIECE_BYTES], source[start : start + PIECE_BYTES])
+        os.sched_yield()
 
 
 def inline_rows(client: Client, bare_target: str, effort: Effort) -> list[Row]:
@@ -229,7 +237,7 @@ def inline_rows(client: Client, bare_target: str, effort: Effort) -> list[Row]:
             raise RuntimeError("what get brought is not what was put")
         gets.add(before, getting, seconds_of(download, *bare))
     return [
-        puts.row("inline put, messages of 1 MiB", "raw stream", INLINE_BOUND),
+        puts.row(f"inline put, messages of {MESSAGE_BYTES >> 10} KiB", "raw stream", INLINE_BOUND),
         gets.row("inline get", "raw stream", INLINE_BOUND),
     ]
 
@@ -264,7 +272,7 @@ def shared_load(address: str) -> Iterator[None]:
 
 def inline_load(address: str) -> Iterator[None]:
     """Puts and gets."""
-    shards = touched(4)
+    shards = touched(2)
     with Client(address) as client:
         while True:
             keys = new_keys(len(shards))
@@ -287,7 +295,6 @@ def tail_row(client: Client, load: Load, effort: Effort) -> Row:
     """The tail of lookups with and without a process that copies."""
     keys = chunk_keys(range(PROMPT_CHUNKS * CHUNK_TOKENS), CHUNK_TOKENS)
     client.register_namespace(SMALL)
-    client.put(SMALL.name, keys, [bytes(SMALL_SHARD_BYTES)] * len(keys))
     context = multiprocessing.get_context("spawn")
     ready, running, stop = context.Event(), context.Event(), context.Event()
     arguments = (load, str(client.address), ready, running, stop)
@@ -298,6 +305,7 @@ def tail_row(client: Client, load: Load, effort: Effort) -> Row:
     try:
         if not ready.wait(START_SECONDS):
             raise RuntimeError(f"{load.__name__} did not start within {START_SECONDS:.0f} s")
+        client.put(SMALL.name, keys, [bytes(SMALL_SHARD_BYTES)] * len(keys))
         with client.session(role="scheduler") as session:
             for _ in range(effort.tail_rounds):
                 resting += lookups(session, keys, effort.tail_seconds)
