@@ -254,13 +254,17 @@ class Worker:
         """See CopyPath."""
         return self._connected.once(direction, chunks)
 
-    def start(self, direction: str) -> None:
+    def start(self, direction: str, callers: int) -> None:
         """See CopyPath."""
-        self._connected.start(direction)
+        self._connected.start(direction, callers)
 
     def stop(self, direction: str) -> float:
         """See CopyPath."""
         return self._connected.stop(direction)
+
+    def round_trip(self) -> float:
+        """See CallPath."""
+        return self._connected.round_trip()
 
     @property
     def _connected(self) -> CallPath:
@@ -276,7 +280,7 @@ class CopyPath(ABC):
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self._running: dict[str, tuple[threading.Thread, threading.Event, list[float]]] = {}
+        self._running: dict[str, _Pauseless] = {}
 
     @abstractmethod
     def once(self, direction: str, chunks: int) -> float:
@@ -286,31 +290,44 @@ class CopyPath(ABC):
     def close(self) -> None:
         """Let go of the cache."""
 
-    def start(self, direction: str) -> None:
-        """Copy all chunks again and again, without pause, until ``stop``."""
-        stop = threading.Event()
-        rates: list[float] = []
+    def start(self, direction: str, callers: int) -> None:
+        """Copy all chunks again and again, with so many calls under way, until ``stop``."""
         chunks = self.case.geometry.chunks
+        nbytes = chunks * self.case.geometry.chunk_bytes
 
-        def run() -> None:
-            started = time.perf_counter()
-            rounds = 0
-            while not stop.is_set():
-                self.once(direction, chunks)
-                rounds += 1
-            nbytes = rounds * chunks * self.case.geometry.chunk_bytes
-            rates.append(nbytes / (time.perf_counter() - started))
+        def copy() -> int:
+            self.once(direction, chunks)
+            return nbytes
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        self._running[direction] = thread, stop, rates
+        self._running[direction] = _Pauseless(copy, callers)
 
     def stop(self, direction: str) -> float:
         """End what ``start`` began; bytes a second."""
-        thread, stop, rates = self._running.pop(direction)
-        stop.set()
-        thread.join()
-        return rates[0]
+        return self._running.pop(direction).stop()
+
+
+class _Pauseless:
+    """Calls of a function that says how many bytes it moved, on threads, without pause."""
+
+    def __init__(self, copy: Callable[[], int], callers: int) -> None:
+        self._copy = copy
+        self._stop = threading.Event()
+        self._moved = [0] * callers
+        self._started = time.perf_counter()
+        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(callers)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        while not self._stop.is_set():
+            self._moved[number] += self._copy()
+
+    def stop(self) -> float:
+        """End with the calls under way; bytes a second of all callers together."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        return sum(self._moved) / (time.perf_counter() - self._started)
 
 
 class CallPath(CopyPath):
@@ -348,6 +365,12 @@ class CallPath(CopyPath):
         _all_are(results, "RETRIEVED", [result.status.name for result in results])
         return seconds
 
+    def round_trip(self) -> float:
+        """Seconds of a call that has nothing to do."""
+        started = time.perf_counter()
+        self._worker.free_locks(1)
+        return time.perf_counter() - started
+
     def close(self) -> None:
         self._worker.close()
         self._scheduler.close()
@@ -383,11 +406,15 @@ class WorkerPath(CopyPath):
     def once(self, direction: str, chunks: int) -> float:
         return float(self._worker("once", direction, chunks))
 
-    def start(self, direction: str) -> None:
-        self._worker("start", direction)
+    def start(self, direction: str, callers: int) -> None:
+        self._worker("start", direction, callers)
 
     def stop(self, direction: str) -> float:
         return float(self._worker("stop", direction))
+
+    def round_trip(self) -> float:
+        """Seconds of a call that has nothing to do."""
+        return float(self._worker("round_trip"))
 
     def close(self) -> None:
         self._worker("disconnect")
@@ -468,30 +495,54 @@ class MoverLoop:
 
 
 class Link:
-    """Pinned memory and device memory of this process, for the ceiling."""
+    """Pinned memory and device memory of this process, for the ceilings: one large copy."""
 
     NBYTES = 1 << 30
+    PIECE = 256 << 20
 
     def __init__(self) -> None:
         from kvdock_server.transfer.driver import load_driver
 
         self._driver = load_driver()
-        self._driver.set_current(self._driver.retain_context(0))
+        self._context = self._driver.retain_context(0)
+        self._driver.set_current(self._context)
         self._host = self._driver.allocate_host(self.NBYTES)
         self._device = self._driver.allocate(self.NBYTES)
-        self._stream = self._driver.create_stream()
+        self._streams = {way: self._driver.create_stream() for way in (STORE, LOAD)}
+        self._running: dict[str, _Pauseless] = {}
         self.name = self._driver.device_name(0)
         self.driver_version = self._driver.version
 
     def rate(self, direction: str) -> float:
-        """Bytes a second of one large copy; the median of five."""
+        """Bytes a second of one copy of 1 GiB; the median of five."""
         rates = []
         for _ in range(5):
             started = time.perf_counter()
-            if direction == STORE:
-                self._driver.copy_to_host(self._host, self._device, self.NBYTES, self._stream)
-            else:
-                self._driver.copy_to_device(self._device, self._host, self.NBYTES, self._stream)
-            self._driver.synchronize_stream(self._stream)
+            self._copy(direction, 0, self.NBYTES)
             rates.append(self.NBYTES / (time.perf_counter() - started))
         return statistics.median(rates)
+
+    def start(self, direction: str) -> None:
+        """Copy without pause until ``stop``."""
+        # The two directions share no byte.
+        offset = 0 if direction == STORE else self.NBYTES // 2
+
+        def copy() -> int:
+            self._driver.set_current(self._context)
+            self._copy(direction, offset, self.PIECE)
+            return self.PIECE
+
+        self._running[direction] = _Pauseless(copy, 1)
+
+    def stop(self, direction: str) -> float:
+        """End what ``start`` began; bytes a second."""
+        return self._running.pop(direction).stop()
+
+    def _copy(self, direction: str, offset: int, nbytes: int) -> None:
+        host, device = self._host + offset, self._device + offset
+        stream = self._streams[direction]
+        if direction == STORE:
+            self._driver.copy_to_host(host, device, nbytes, stream)
+        else:
+            self._driver.copy_to_device(device, host, nbytes, stream)
+        self._driver.synchronize_stream(stream)

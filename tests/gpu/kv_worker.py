@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Client
+from multiprocessing import connection as pipes
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvdock import Client, Group, Namespace, SessionRole
 from kvdock_vllm.device_memory import ExportedGroup, ReadyEvents, export_memory
 from kvdock_vllm.layout import GroupLayout, layer_regions
 
@@ -183,6 +184,34 @@ class Worker:
         """An event that is done, or nearly."""
         return self.events.record()
 
+    def connect(self, address: str, engine: str, namespace: str, blocks_per_chunk: int) -> str:
+        """Open an engine's sessions and hand the cache over; the transfer mode."""
+        allocations, groups = self.export(blocks_per_chunk)
+        chunk_bytes = blocks_per_chunk * sum(region.page_bytes for region in groups[0].regions)
+        client = Client(address)
+        client.register_namespace(Namespace(namespace, 256, 1, (Group((chunk_bytes,)),)))
+        self.namespace = namespace
+        self.scheduler = client.session(engine, role=SessionRole.SCHEDULER)
+        self.session = client.session(engine, role=SessionRole.WORKER)
+        return self.session.register_memory(namespace, allocations, groups).mode.name
+
+    def store(self, keys: list[bytes], ids: list[int]) -> list[str]:
+        """The status of each chunk."""
+        event = self.events.record()
+        statuses = self.session.store(self.namespace, keys, ids, ready_event=event)
+        return [status.name for status in statuses]
+
+    def retrieve(self, keys: list[bytes], ids: list[int], skip_blocks: int) -> list[str]:
+        """The status of each chunk that is there."""
+        hit = self.scheduler.lookup(self.namespace, keys)
+        if hit.lease is None:
+            return []
+        event = self.events.record()
+        results = self.session.retrieve(
+            hit.lease, block_ids=ids, skip_blocks=skip_blocks, ready_event=event
+        )
+        return [result.status.name for result in results]
+
     def _adopt(self, tensors: list[torch.Tensor], blocks: int) -> None:
         self.tensors, self.num_blocks = tensors, blocks
         torch.cuda.empty_cache()
@@ -212,7 +241,7 @@ class Worker:
 
 
 def main() -> None:
-    connection = Client(sys.argv[1], family="AF_UNIX")
+    connection = pipes.Client(sys.argv[1], family="AF_UNIX")
     worker = Worker()
     while True:
         try:

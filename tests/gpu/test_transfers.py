@@ -330,6 +330,18 @@ async def test_the_same_memory_registered_twice(
     assert transfers.stats().devices[0].mapped_bytes == 0
 
 
+async def test_a_registration_may_outlive_the_transfers(
+    pool: Any, shared_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    shared_worker.make("block_major", "bf16", 4, 16, 4096)
+    transfers = GpuTransfers(pool.address, len(pool.bytes))
+    registration, _ = await register(transfers, shared_worker, as_server_types)
+    await transfers.close()
+    with pytest.raises(TransferFailedError, match="closes this device"):
+        await registration.store(None, range(4), [0])
+    await registration.close()
+
+
 async def test_another_server_opens_the_same_memory_after_the_first(
     pool: Any, shared_worker: Any, as_server_types: AsServerTypes
 ) -> None:

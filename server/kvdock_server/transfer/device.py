@@ -174,7 +174,9 @@ class Mappings:
     def close(self, ipc_handle: bytes) -> None:
         """Take back one ``open``."""
         with self._lock:
-            mapping = self._open[ipc_handle]
+            mapping = self._open.get(ipc_handle)
+            if mapping is None:
+                return  # the device was closed before
             mapping.users -= 1
             if not mapping.users:
                 del self._open[ipc_handle]

@@ -94,9 +94,11 @@ class GpuTransfers:
         )
 
     async def close(self) -> None:
-        """End all transfers, unmap everything and unpin the pool."""
+        """End all transfers, unmap everything and unpin the pool.
+
+        Registrations may be closed before or after. The pool may be unmapped when this returns.
+        """
         await asyncio.wrap_future(self._admin.submit(self._close))
-        self._admin.shutdown(wait=False)
 
     def _abandon(self, mapped: Future[WorkerMemory]) -> None:
         if not mapped.cancelled() and mapped.exception() is None:

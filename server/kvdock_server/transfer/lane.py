@@ -31,7 +31,9 @@ _MOST_UNDER_WAY = 3
 _FULL_BYTES = 96 << 20
 """Under way are two pieces, and a third if that is little: the thread may be late, since it shares
 the interpreter with the event loop."""
-_POLL_SECONDS = 50e-6
+_FIRST_POLL_SECONDS = 50e-6
+_LAST_POLL_SECONDS = 500e-6
+"""A kernel that is not done soon is asked after less and less often."""
 
 
 class TransferFailedError(Exception):
@@ -171,6 +173,7 @@ class Lane:
         self._waiting: deque[Job] = deque()
         self._running: deque[Job] = deque()
         self._under_way: deque[tuple[Job, Piece, int]] = deque()
+        self._poll_seconds = _FIRST_POLL_SECONDS
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -240,10 +243,13 @@ class Lane:
         for _ in range(len(self._waiting)):
             job = self._waiting.popleft()
             (self._running if job.is_ready() else self._waiting).append(job)
-        if self._waiting and not self._running and not self._under_way:
-            with self._wake:
-                if not self._new and self._closed is None:
-                    self._wake.wait(_POLL_SECONDS)
+        if not self._waiting or self._running or self._under_way:
+            self._poll_seconds = _FIRST_POLL_SECONDS
+            return
+        with self._wake:
+            if not self._new and self._closed is None:
+                self._wake.wait(self._poll_seconds)
+        self._poll_seconds = min(2 * self._poll_seconds, _LAST_POLL_SECONDS)
 
     def _await_oldest(self) -> None:
         job, piece, ticket = self._under_way.popleft()
