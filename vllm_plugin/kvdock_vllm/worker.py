@@ -340,18 +340,22 @@ class WorkerHalf:
         in_chunk = blocks_per_chunk(spec.target.chunk_tokens, self._shapes[0])
         parts = list(_split_blocks(spec, in_chunk))
         filled = self._scatter(session, found, parts)
-        # Only a lock that was still held after the copy proves that the bytes were the chunk's.
-        locks = [
-            cache_pb2.LockRange(lease_id=spec.lease_id, first_chunk=chunk, end_chunk=chunk + 1)
-            for chunk in range(spec.first_chunk, spec.end_chunk)
-        ]
-        released = _answer(
-            session.submit(cache_pb2.FreeLocksRequest(locks=locks)), "FreeLocks", _LOAD_RPC_SECONDS
+        # Only locks that were still held after the copy prove that the bytes were the chunks'.
+        locks = cache_pb2.LockRange(
+            lease_id=spec.lease_id, first_chunk=spec.first_chunk, end_chunk=spec.end_chunk
+        )
+        (released,) = _answer(
+            session.submit(cache_pb2.FreeLocksRequest(locks=[locks])),
+            "FreeLocks",
+            _LOAD_RPC_SECONDS,
         ).released
-        good = [ok and held > 0 for ok, held in zip(filled, released, strict=True)]
+        kept = released >= filled.count(True)
+        good = [ok and kept for ok in filled]
         ended.failed_blocks = frozenset(
             block for (_, ids), ok in zip(parts, good, strict=True) if not ok for block in ids
         )
+        if ended.failed_blocks and spec.all_or_nothing:
+            ended.failed_blocks = frozenset(spec.block_ids)
         if ended.failed_blocks:
             _log.info(
                 "request %s: %d of %d chunks could not be loaded",
