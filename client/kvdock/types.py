@@ -138,6 +138,8 @@ class ChunkEventData:
     """Tokens a block hash covers."""
     lora_name: str = ""
     """Adapter's name; empty for the base model."""
+    hash_scheme: str = ""
+    """How block_hashes were made: hashes of one scheme are comparable. Empty: not told."""
 
     def to_proto(self) -> types_pb2.ChunkEventData:
         """The message."""
@@ -147,6 +149,7 @@ class ChunkEventData:
             token_ids=self.token_ids,
             block_size=self.block_size,
             lora_name=self.lora_name,
+            hash_scheme=self.hash_scheme,
         )
 
     @classmethod
@@ -158,6 +161,7 @@ class ChunkEventData:
             message.token_ids,
             message.block_size,
             message.lora_name,
+            message.hash_scheme,
         )
 
 
@@ -358,6 +362,8 @@ class SessionInfo:
     segments: tuple[Segment, ...]
     guard: int
     """Byte of the segments' files that is kept locked while they are mapped."""
+    event_log: bool = False
+    """The server keeps an event log, so that event data is worth telling."""
 
     @classmethod
     def from_proto(cls, message: session_pb2.OpenResponse) -> SessionInfo:
@@ -370,6 +376,7 @@ class SessionInfo:
             ttl=message.ttl_ms / 1000,
             segments=tuple(Segment.from_proto(segment) for segment in message.segments),
             guard=message.guard,
+            event_log=message.event_log,
         )
 
 

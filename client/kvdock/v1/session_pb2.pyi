@@ -280,6 +280,7 @@ class OpenResponse(google.protobuf.message.Message):
     TTL_MS_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
     GUARD_FIELD_NUMBER: builtins.int
+    EVENT_LOG_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     """For calls outside this stream."""
     epoch: builtins.int
@@ -297,6 +298,8 @@ class OpenResponse(google.protobuf.message.Message):
     is held, memory that the session reserved is not given to anybody. Without it the end of the
     stream says that nobody writes any more.
     """
+    event_log: builtins.bool
+    """The server keeps an event log, so it is worth telling what events say of a chunk."""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.Segment]:
         """The pool, for those who can map it."""
@@ -311,8 +314,9 @@ class OpenResponse(google.protobuf.message.Message):
         ttl_ms: builtins.int = ...,
         segments: collections.abc.Iterable[kvdock.v1.types_pb2.Segment] | None = ...,
         guard: builtins.int = ...,
+        event_log: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "guard", b"guard", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "event_log", b"event_log", "guard", b"guard", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___OpenResponse: typing_extensions.TypeAlias = OpenResponse
 

@@ -320,6 +320,7 @@ class ChunkEventData(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     LORA_NAME_FIELD_NUMBER: builtins.int
+    HASH_SCHEME_FIELD_NUMBER: builtins.int
     parent_block_hash: builtins.bytes
     """The engine's hash of the block before the chunk. Empty for the first chunk."""
     token_ids: builtins.bytes
@@ -328,6 +329,10 @@ class ChunkEventData(google.protobuf.message.Message):
     """Tokens a block hash covers. From 1 to chunk_tokens."""
     lora_name: builtins.str
     """Adapter's name. Empty for the base model."""
+    hash_scheme: builtins.str
+    """How block_hashes were made, in the engine's own words: hashes of one scheme are comparable,
+    others are not. Empty: not told.
+    """
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """The engine's own hashes of the chunk's blocks, in order."""
@@ -340,8 +345,9 @@ class ChunkEventData(google.protobuf.message.Message):
         token_ids: builtins.bytes = ...,
         block_size: builtins.int = ...,
         lora_name: builtins.str = ...,
+        hash_scheme: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash", "token_ids", b"token_ids"]) -> None: ...
 
 Global___ChunkEventData: typing_extensions.TypeAlias = ChunkEventData
 

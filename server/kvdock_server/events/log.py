@@ -8,10 +8,13 @@ finds out when it asks: what it wanted is compacted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvdock_server.events.event import Event
+
+_WORTH_CUTTING: Final = 1_024
 
 
 @dataclass(frozen=True)
@@ -23,46 +26,34 @@ class Limits:
 
 
 class Log:
-    """The log of one epoch."""
+    """The log of one epoch.
 
-    def __init__(self, limits: Limits, unix_ms: Callable[[], int] | None = None) -> None:
+    ``last`` is the number of the last event, 0 if nothing happened yet. ``oldest`` is the oldest
+    place from which a reader can go on: all later events are here.
+    """
+
+    def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.nbytes = 0
-        # Events that fell out stand at the head as None until they are worth cutting off.
+        self.last = 0
+        self.oldest = 0
+        # Event number n is at n - 1 - _cut. Those up to oldest are None until it is worth cutting
+        # them off.
         self._events: list[Event | None] = []
-        self._gone = 0
         self._cut = 0
-        self._unix_ms = unix_ms or (lambda: time.time_ns() // 1_000_000)
 
     def __len__(self) -> int:
-        return len(self._events) - self._gone
-
-    @property
-    def last(self) -> int:
-        """Number of the last event; 0 if nothing happened yet."""
-        return self._cut + len(self._events)
-
-    @property
-    def oldest(self) -> int:
-        """The oldest place from which a reader can go on: all later events are here."""
-        return self._cut + self._gone
+        return self.last - self.oldest
 
     def append(self, event: Event) -> None:
         """Number an event and put it at the end; the first ones go if there is no room."""
-        event.number = self.last + 1
-        event.unix_ms = self._unix_ms()
+        self.last = event.number = self.last + 1
+        event.unix_ms = time.time_ns() // 1_000_000
         self._events.append(event)
         self.nbytes += event.nbytes
-        while self.nbytes > self.limits.nbytes or len(self) > self.limits.events:
-            first = self._events[self._gone]
-            assert first is not None
-            self.nbytes -= first.nbytes
-            self._events[self._gone] = None
-            self._gone += 1
-        if self._gone > 1_024 and self._gone > len(self):
-            del self._events[: self._gone]
-            self._cut += self._gone
-            self._gone = 0
+        limits = self.limits
+        while self.nbytes > limits.nbytes or self.last - self.oldest > limits.events:
+            self._drop_first()
 
     def read(self, after: int, most: int, most_bytes: int) -> Sequence[Event] | None:
         """The events after that number, at least one if there are any; None if compacted."""
@@ -77,3 +68,15 @@ class Log:
             if nbytes > most_bytes and count:
                 return events[:count]  # type: ignore[return-value]  # none of them is None
         return events  # type: ignore[return-value]
+
+    def _drop_first(self) -> None:
+        index = self.oldest - self._cut
+        first = self._events[index]
+        assert first is not None
+        self.nbytes -= first.nbytes
+        self._events[index] = None
+        self.oldest += 1
+        gone = index + 1
+        if gone > _WORTH_CUTTING and 2 * gone > len(self._events):
+            del self._events[:gone]
+            self._cut = self.oldest

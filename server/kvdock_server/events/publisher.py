@@ -71,11 +71,15 @@ class Publisher:
             if chunk.parts[position] not in told.announced:
                 told.waiting.setdefault(before, {})[part] = None
                 return
+        self._announce(told, part)
+        if not told.waiting:
+            return
         ready = [part]
         while ready:
             part = ready.pop()
-            self._announce(told, part)
-            ready.extend(told.waiting.pop((part.chunk, part.position), ()))
+            for child in told.waiting.pop((part.chunk, part.position), ()):
+                self._announce(told, child)
+                ready.append(child)
 
     def removed(self, part: Part) -> None:
         """A part left the index, visible or not."""

@@ -1,24 +1,29 @@
 """Events as the protocol has them.
 
 A message to a reader is put together from events that were encoded before, once for all readers and
-for snapshots too. This is what protobuf itself would write: the fields of a message one after
-another, each of them a tag, a length and the encoded value.
+for snapshots too, and an event from what its store told, which came encoded. This is what protobuf
+itself would write: the fields of a message one after another, each of them a tag, a length and the
+encoded value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 from kvdock.v1 import events_pb2 as pb
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.encoding import tag, varint
 from kvdock_server.events.event import Event, RemovedPart, StoredPart
+from kvdock_server.index.namespace import GroupKind
 
 _BATCH: Final = tag(pb.StreamKVEventsResponse, "batch")
 _SNAPSHOT: Final = tag(pb.StreamKVEventsResponse, "snapshot")
 _BATCH_EVENT: Final = tag(pb.EventBatch, "events")
 _SNAPSHOT_EVENT: Final = tag(pb.SnapshotPiece, "stored")
+_STORED: Final = tag(pb.Event, "stored")
+_STORED_DATA: Final = tag(pb.BlockStored, "data")
 
 
 def batch(epoch: int, cursor: int, unix_ms: int, events: Sequence[Event]) -> bytes:
@@ -56,42 +61,50 @@ def _response(epoch: int, cursor: int) -> bytes:
     ).SerializeToString()
 
 
-def _repeated(tag: bytes, events: Sequence[Event]) -> bytes:
-    return tag.join([b"", *[event.wire or _encode(event) for event in events]])
+def _repeated(prefix: bytes, events: Sequence[Event]) -> bytes:
+    return prefix.join([b"", *[event.wire or _encode(event) for event in events]])
 
 
 def _encode(event: Event) -> bytes:
     """The event's length and encoding, which stay with it."""
-    message = _message(event).SerializeToString()
-    event.wire = varint(len(message)) + message
+    match event.content:
+        case StoredPart(key, parent_key, group, data):
+            begin = pb.BlockStored(key=key, parent_key=parent_key).SerializeToString()
+            told = _STORED_DATA + varint(len(data)) + data if data else b""
+            where = _stored_where(group.group_idx, group.kind, group.window_tokens)
+            what = begin + told + where
+            thing = _STORED + varint(len(what)) + what
+        case RemovedPart(key, group, announced):
+            removed = pb.BlockRemoved(
+                key=key,
+                block_hashes=_block_hashes(announced),
+                medium=pb.MEDIUM_CPU,
+                group_idx=group.group_idx,
+            )
+            thing = pb.Event(removed=removed).SerializeToString()
+        case None:
+            thing = pb.Event(cleared=pb.AllBlocksCleared()).SerializeToString()
+    number = pb.Event(sequence=event.number).SerializeToString()
+    encoded = _namespace(event.namespace) + thing + number
+    event.wire = varint(len(encoded)) + encoded
     event.content = None
     return event.wire
 
 
-def _message(event: Event) -> pb.Event:
-    message = pb.Event(namespace=event.namespace, sequence=event.number)
-    match event.content:
-        case StoredPart(key, parent_key, group, data):
-            stored = message.stored
-            stored.key = key
-            stored.parent_key = parent_key
-            stored.medium = pb.MEDIUM_CPU
-            if group.group_idx is not None:
-                stored.group_idx = group.group_idx
-            stored.kind = types.GroupKind.ValueType(group.kind.value)
-            stored.window_tokens = group.window_tokens
-            if data:
-                stored.data.ParseFromString(data)
-        case RemovedPart(key, group, announced):
-            removed = message.removed
-            removed.key = key
-            removed.medium = pb.MEDIUM_CPU
-            if group.group_idx is not None:
-                removed.group_idx = group.group_idx
-            removed.block_hashes.extend(_block_hashes(announced))
-        case None:
-            message.cleared.SetInParent()
-    return message
+@lru_cache(1_024)
+def _namespace(name: str) -> bytes:
+    return pb.Event(namespace=name).SerializeToString()
+
+
+@lru_cache(1_024)
+def _stored_where(group_idx: int | None, kind: GroupKind, window_tokens: int) -> bytes:
+    """What is the same for all parts of a group."""
+    return pb.BlockStored(
+        medium=pb.MEDIUM_CPU,
+        group_idx=group_idx,
+        kind=types.GroupKind.ValueType(kind.value),
+        window_tokens=window_tokens,
+    ).SerializeToString()
 
 
 def _block_hashes(announced: Event) -> Sequence[bytes]:

@@ -28,6 +28,7 @@ _SHORTEST_PROGRESS_MS = 100
 # may bring up to 1 MiB of data.
 _MESSAGE_EVENTS = 500
 _MESSAGE_BYTES = 512 << 10
+_SHARED_MESSAGES = 4
 
 Filter = Callable[[Event], bool]
 
@@ -37,13 +38,15 @@ class EventService:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._batches = _Batches(core.events) if core.events else None
 
     @streaming
     async def StreamKVEvents(  # noqa: N802
         self, request: pb.StreamKVEventsRequest, context: Context
     ) -> AsyncIterator[bytes]:
         publisher = self._core.events
-        if publisher is None:
+        batches = self._batches
+        if publisher is None or batches is None:
             raise RequestError(
                 Reason.NO_EVENT_LOG,
                 "this server keeps no event log: start it with --event-log SIZE (for example "
@@ -64,10 +67,10 @@ class EventService:
             snapshot = publisher.snapshot(request.namespaces)
         subscriber = publisher.subscribers.join(after, snapshot)
         try:
-            async for message in _messages(publisher, subscriber, request):
+            async for message in _messages(publisher, batches, subscriber, request):
                 yield message
         finally:
-            subscriber.leave()
+            publisher.subscribers.leave(subscriber)
 
 
 def add_event_service(server: grpc.aio.Server, core: Core) -> None:
@@ -95,8 +98,43 @@ def _start(publisher: Publisher, request: pb.StreamKVEventsRequest) -> int | Non
     return request.after.sequence
 
 
+class _Batches:
+    """Makes messages of the log's events. Readers who are at one place share one message."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        # For (place of the reader, end of the log): the last few, for readers that filter nothing.
+        self._made: dict[tuple[int, int], tuple[int, bytes]] = {}
+
+    def after(self, cursor: int, passes: Filter | None) -> tuple[int, bytes] | None:
+        """The next message for a reader there, and its place after it; None if compacted.
+
+        The message is empty if the filter lets nothing through.
+        """
+        log = self._publisher.log
+        place = cursor, log.last
+        if passes is None and place in self._made:
+            return self._made[place]
+        events = log.read(cursor, _MESSAGE_EVENTS, _MESSAGE_BYTES)
+        if events is None:
+            return None
+        end = events[-1].number
+        wanted = events if passes is None else list(filter(passes, events))
+        if not wanted:
+            return end, b""
+        message = end, wire.batch(self._publisher.epoch, end, wanted[-1].unix_ms, wanted)
+        if passes is None:
+            if len(self._made) == _SHARED_MESSAGES:
+                del self._made[next(iter(self._made))]
+            self._made[place] = message
+        return message
+
+
 async def _messages(
-    publisher: Publisher, subscriber: Subscriber, request: pb.StreamKVEventsRequest
+    publisher: Publisher,
+    batches: _Batches,
+    subscriber: Subscriber,
+    request: pb.StreamKVEventsRequest,
 ) -> AsyncIterator[bytes]:
     epoch, log = publisher.epoch, publisher.log
     passes = _filter(request)
@@ -113,22 +151,21 @@ async def _messages(
             yield wire.progress(epoch, subscriber.cursor)
             sent = time.monotonic()
             continue
-        if not await subscriber.more(quiet):
+        if not await publisher.subscribers.news(subscriber.cursor, quiet):
             if publisher.subscribers.closed:
                 raise RequestError(
                     Reason.DRAINING, "the server is stopping: resume from the cursor at the next"
                 )
             continue
         while subscriber.cursor < log.last:
-            events = log.read(subscriber.cursor, _MESSAGE_EVENTS, _MESSAGE_BYTES)
-            if events is None:
+            message = batches.after(subscriber.cursor, passes)
+            if message is None:
                 publisher.subscribers.compacted += 1
                 yield wire.compacted(epoch, subscriber.cursor, log.oldest)
                 return
-            subscriber.cursor = events[-1].number
-            wanted = events if passes is None else list(filter(passes, events))
-            if wanted:
-                yield wire.batch(epoch, subscriber.cursor, wanted[-1].unix_ms, wanted)
+            subscriber.cursor, encoded = message
+            if encoded:
+                yield encoded
                 sent = time.monotonic()
             # Encoding must not keep other calls waiting.
             await asyncio.sleep(0)

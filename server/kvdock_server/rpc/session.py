@@ -94,6 +94,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             ttl_ms=round(session.ttl * 1000),
             segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],
             guard=session.guard,
+            event_log=self._core.events is not None,
         )
 
 

@@ -1,0 +1,327 @@
+"""What do readers cost, and what do bad readers cost the others?
+
+Four servers: without event log, with a log that nobody reads, with one that eight healthy readers
+follow, and with one that eight healthy readers follow beside one that is slow and one that is
+stopped (SIGSTOP). Stores go to them in turns, half a second each, so that all meet the same
+machine. At the end the healthy readers must have every event once and in order, and the table shows
+the rates of storing beside one another, and the memory of the servers.
+
+A store is what an engine does: Reserve, copy into the pool, Commit, eight chunks at a time with
+event data for 256 tokens each. The pool is always full, so half of the events are evictions. First
+chunks have 32 MiB, what 256 tokens of an 8B model take; then 4 KiB, so that nothing but calls and
+events is left and a million of them come in a few minutes. Readers run at the lowest priority: on
+a real host they run elsewhere.
+
+    python tests/events/reader_check.py --events 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import operator
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import grpc
+
+from kvdock import ChunkEventData, ChunkStatus, Client, Group, Namespace
+from kvdock.address import parse
+from kvdock.channel import options
+from kvdock.v1 import events_pb2 as pb
+from kvdock.v1 import events_pb2_grpc
+
+SHARDS = {"32 MiB": 32 << 20, "4 KiB": 4 << 10}
+MEMORY = "512MiB"
+LOG = 64 << 20
+CHUNKS = 8
+ROUND_SECONDS = 0.5
+ROUNDS = 16
+"""With each size of chunk, in each server; with the small ones more if events are still wanted."""
+BAD = "8 and 2 bad readers"
+HEALTHY = 8
+READY_SECONDS = 30.0
+SLOW_SECONDS = 0.3
+FINISH_SECONDS = 60.0
+
+
+@dataclass
+class Seen:
+    """What a reader saw. ``broken`` is empty if every event came once and in order."""
+
+    events: int = 0
+    messages: int = 0
+    last: int = 0
+    compacted: bool = False
+    broken: str = ""
+
+
+def read(address: str, pause: float, pipe: Connection) -> None:
+    """A reader's main function: reads until told a number to reach, and then hurries."""
+    os.nice(19)
+    parsed = parse(address)
+    channel = grpc.insecure_channel(parsed.target, options(parsed))
+    stub = events_pb2_grpc.EventServiceStub(channel)
+    seen = Seen()
+    goal = None
+    for message in stub.StreamKVEvents(pb.StreamKVEventsRequest(progress_interval_ms=100)):
+        if not seen.messages:
+            seen.last = message.cursor.sequence
+            pipe.send("ready")
+        seen.messages += 1
+        for event in message.batch.events:
+            if event.sequence != seen.last + 1 and not seen.broken:
+                seen.broken = f"event {event.sequence} after {seen.last}"
+            seen.last = event.sequence
+            seen.events += 1
+        seen.compacted |= message.WhichOneof("message") == "compacted"
+        if goal is None:
+            time.sleep(pause)
+            if pipe.poll():
+                goal = pipe.recv()
+        if goal is not None and seen.last >= goal:
+            break
+    pipe.send(seen)
+
+
+class Reader:
+    """A reader in a process of its own; it reads when the constructor returns."""
+
+    def __init__(self, address: str, pause: float = 0.0) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=read, args=(address, pause, theirs), daemon=True
+        )
+        self.process.start()
+        if not self.pipe.poll(READY_SECONDS):
+            raise AssertionError("a reader did not start")
+        self.pipe.recv()
+
+    def finish(self, goal: int) -> Seen:
+        """What it saw, once it has the event of that number or was cut off before."""
+        if not self.pipe.poll():
+            self.pipe.send(goal)
+        if not self.pipe.poll(FINISH_SECONDS):
+            raise AssertionError(f"a reader neither got to event {goal} nor was cut off")
+        seen: Seen = self.pipe.recv()
+        self.process.join()
+        return seen
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+class Store:
+    """A server and a session that stores to it."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        from serverkit import ServerProcess
+
+        folder.mkdir()
+        self.server = ServerProcess(folder, memory=MEMORY, arguments=arguments)
+        self.client = Client(self.server.address)
+        for name, nbytes in SHARDS.items():
+            name = name.replace(" ", "")
+            self.client.register_namespace(Namespace(name, 256, 1, (Group(shard_bytes=(nbytes,)),)))
+        self.session = self.client.session(role="worker")
+        self.rates: dict[str, list[float]] = {name: [] for name in SHARDS}
+        self.cpu: dict[str, list[float]] = {name: [] for name in SHARDS}
+        self._bytes = bytes(max(SHARDS.values()))
+        self._next = 0
+        while self.client.status().pool.ready_bytes < self.client.status().pool.total_bytes:
+            time.sleep(0.05)
+        self.pool = self.session.pool
+        # Everything is touched and the pool is full before anything is measured.
+        for _ in range(20):
+            self.prompt("32 MiB")
+        self.rss_before = self.rss
+
+    def prompt(self, size: str) -> None:
+        """Store a prompt of eight chunks."""
+        seed = self._next.to_bytes(8, "little")
+        self._next += CHUNKS
+        keys = [hashlib.sha256(seed + bytes([index])).digest() for index in range(CHUNKS)]
+        told = [ChunkEventData((key,) * 16, key, key * 32, 16) for key in keys]
+        namespace = size.replace(" ", "")
+        reservation = self.session.reserve(namespace, keys, event_data=told)
+        for chunk in reservation.chunks:
+            assert chunk.status is ChunkStatus.RESERVED
+            assert chunk.location is not None
+            self.pool.view(chunk.location)[:] = self._bytes[: chunk.location.length]
+        self.session.commit(reservation)
+
+    def round(self, size: str, count: int) -> None:
+        """Store so many prompts; notes the rate in chunks a second, and the server's work."""
+        began, worked = time.perf_counter(), self._cpu_seconds()
+        for _ in range(count):
+            self.prompt(size)
+        seconds = time.perf_counter() - began
+        self.rates[size].append(count * CHUNKS / seconds)
+        self.cpu[size].append((self._cpu_seconds() - worked) / (count * CHUNKS) * 1e6)
+
+    @property
+    def rss(self) -> int:
+        """Bytes of the server that are its own, without the pool."""
+        for line in Path(f"/proc/{self.server.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon"):
+                return int(line.split()[1]) << 10
+        raise AssertionError("no RssAnon")
+
+    def _cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.server.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+
+@dataclass
+class Result:
+    """What a run found, by store and size. cpu in us a chunk, memory in bytes."""
+
+    published: int
+    healthy: list[Seen]
+    slow: Seen
+    stopped: Seen
+    rates: dict[str, dict[str, float]]
+    """Chunks a second."""
+    ratios: dict[str, dict[str, float]]
+    """To those without log."""
+    cpu: dict[str, dict[str, float]]
+    rss: dict[str, tuple[int, int]]
+    """Before and after the rounds."""
+    rss_end: int
+    """Of the followed server, after all events."""
+
+
+def check(events: int, rounds: int = ROUNDS) -> Result:
+    """Run until so many events are published. AssertionError if a healthy reader lost any."""
+    log = ("--event-log", str(LOG))
+    with tempfile.TemporaryDirectory(prefix="kvdock-readers-") as name:
+        stores = {
+            "no log": Store(Path(name, "a")),
+            "log, no reader": Store(Path(name, "b"), *log),
+            "8 readers": Store(Path(name, "c"), *log),
+            BAD: Store(Path(name, "d"), *log),
+        }
+        others = [Reader(stores["8 readers"].server.address) for _ in range(HEALTHY)]
+        address = stores[BAD].server.address
+        readers = [Reader(address) for _ in range(HEALTHY)]
+        slow, stopped = Reader(address, SLOW_SECONDS), Reader(address)
+        try:
+            return measure(stores, readers, slow, stopped, events, rounds)
+        finally:
+            for reader in (*others, *readers, slow, stopped):
+                reader.process.kill()
+            for store in stores.values():
+                store.close()
+
+
+def measure(
+    stores: dict[str, Store],
+    healthy: list[Reader],
+    slow: Reader,
+    stopped: Reader,
+    events: int,
+    rounds: int,
+) -> Result:
+    followed = stores[BAD]
+    first = head(followed.client)
+    stopped.signal(signal.SIGSTOP)
+    for size in SHARDS:
+        count = calibrate(stores["no log"], size)
+        for _ in range(rounds):
+            for store in stores.values():
+                store.round(size, count)
+    # All have stored as much.
+    rss = {name: (store.rss_before, store.rss) for name, store in stores.items()}
+    while head(followed.client) - first < events:
+        for _ in range(count):
+            followed.prompt(size)
+    last = head(followed.client)
+    seen = [reader.finish(last) for reader in healthy]
+    for one in seen:
+        assert not one.broken, one.broken
+        assert one.events == last - first
+    rss_end = followed.rss
+    slow_seen = slow.finish(last)
+    stopped.signal(signal.SIGCONT)
+    stopped_seen = stopped.finish(last)
+    for one in (slow_seen, stopped_seen):
+        assert one.compacted or one.last == last
+    base = stores["no log"].rates
+    return Result(
+        published=last - first,
+        healthy=seen,
+        slow=slow_seen,
+        stopped=stopped_seen,
+        rates={name: medians(store.rates) for name, store in stores.items()},
+        # Round by round: neighbours in time met the same machine.
+        ratios={
+            name: {
+                size: statistics.median(map(operator.truediv, store.rates[size], base[size]))
+                for size in SHARDS
+            }
+            for name, store in stores.items()
+        },
+        cpu={name: medians(store.cpu) for name, store in stores.items()},
+        rss=rss,
+        rss_end=rss_end,
+    )
+
+
+def medians(values: dict[str, list[float]]) -> dict[str, float]:
+    return {size: statistics.median(some) for size, some in values.items()}
+
+
+def head(client: Client) -> int:
+    """Number of the last event."""
+    stream = client.events()
+    sequence = next(stream).cursor.sequence
+    stream.close()
+    return sequence
+
+
+def calibrate(store: Store, size: str) -> int:
+    """How many prompts take about a round."""
+    began = time.perf_counter()
+    for _ in range(20):
+        store.prompt(size)
+    return max(1, round(20 * ROUND_SECONDS / (time.perf_counter() - began)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--events", type=int, default=1_000_000)
+    result = check(parser.parse_args().events)
+    print(f"{result.published:,} events, each healthy reader has them all, once and in order")
+    print(f"messages a healthy reader: {statistics.median(s.messages for s in result.healthy):,}")
+    for name, one in (("slow", result.slow), ("stopped", result.stopped)):
+        print(f"{name} reader: {one.events:,} events, compacted: {one.compacted}")
+    for size in SHARDS:
+        print(f"\nchunks of {size:9} {'chunks/s':>10} {'ratio':>7} {'server us/chunk':>16}")
+        for name, rates in result.rates.items():
+            print(
+                f"{name:19} {rates[size]:10,.0f} {result.ratios[name][size]:7.3f} "
+                f"{result.cpu[name][size]:16.1f}"
+            )
+    print("\nmemory of the server beside the pool, MiB")
+    for name, (before, after) in result.rss.items():
+        print(f"{name:19} {before / 2**20:6.0f} -> {after / 2**20:5.0f}")
+    print(f"{BAD}, in the end {result.rss_end / 2**20:.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The reader check of reader_check.py, short; by hand it publishes a million events."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from reader_check import BAD, LOG, check
+
+EVENT_DATA = 2_500
+NOISE = 16 << 20
+
+
+def test_bad_readers_cost_the_others_nothing_and_the_server_a_bounded_amount() -> None:
+    result = check(events=100_000, rounds=5)
+    assert result.published >= 100_000
+    assert result.slow.compacted
+    assert result.stopped.compacted
+    # In turns with the other server, as far as a shared machine can tell.
+    good = result.ratios["8 readers"]["32 MiB"]
+    assert result.ratios[BAD]["32 MiB"] > 0.9 * good
+    assert result.ratios["log, no reader"]["32 MiB"] > 0.9
+
+    def grown(name: str) -> int:
+        before, after = result.rss[name]
+        return after - before
+
+    # For each bad reader the window of its connection, 4 MiB and a bit.
+    assert grown(BAD) - grown("8 readers") < 2 * (8 << 20) + NOISE
+    # What the log may take, and the event data of every chunk that the pool holds (128 Ki).
+    assert result.rss_end - result.rss[BAD][0] < LOG + (1 << 17) * EVENT_DATA + NOISE
