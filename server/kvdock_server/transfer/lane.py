@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_UNDER_WAY = 2
 _MOST_UNDER_WAY = 3
-_FULL_BYTES = 96 << 20
+_FULL_BYTES = 160 << 20
 """Under way are two pieces, and a third if that is little: the thread may be late, since it shares
 the interpreter with the event loop."""
 _FIRST_POLL_SECONDS = 50e-6

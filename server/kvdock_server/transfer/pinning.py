@@ -2,8 +2,10 @@
 
 Pinned memory is copied at the speed of the link, other memory through the driver's own buffers at a
 fraction of it. Registering is done in pieces because one call for a large pool takes seconds, fails
-beyond 512 GiB on some drivers, and would wait until all of the pool is there. The price is that no
-copy may cross the border between two pieces (plan.HostBorders).
+beyond 512 GiB on some drivers, and would wait until all of the pool is there. No copy may cross the
+border between two pieces, and each more of them makes the driver slower at finding an address
+(batches of 512 segments took 0.25 ms with one piece, 0.5 ms with four); so pieces grow, from one
+that is there soon to a few large ones.
 
 A limit that is refused (memlock, a container's quota) is logged once with the numbers; what is not
 registered is copied unpinned.
@@ -11,6 +13,7 @@ registered is copied unpinned.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import threading
 
@@ -18,25 +21,35 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock_server.transfer.driver import CudaError, Driver
-from kvdock_server.transfer.plan import U64, HostBorders
+from kvdock_server.transfer.plan import U64
 
 logger = logging.getLogger(__name__)
 
-PIN_PIECE_BYTES = 256 << 20
-"""Registered in 14 ms where the pages are there (0.054 s a GiB)."""
+FIRST_PIECE_BYTES = 256 << 20
+LAST_PIECE_BYTES = 16 << 30
+"""Registering takes 0.054 s a GiB where the pages are there."""
+
+
+def pin_pieces(nbytes: int) -> list[int]:
+    """Where pieces of a pool begin, and its end: each as long as all before it, within limits."""
+    starts = [0]
+    while starts[-1] < nbytes:
+        length = min(max(starts[-1], FIRST_PIECE_BYTES), LAST_PIECE_BYTES)
+        starts.append(min(starts[-1] + length, nbytes))
+    return starts
 
 
 class PinnedPool:
     """Which parts of the pool are registered. One thread registers; any may ask."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.borders = HostBorders(address, PIN_PIECE_BYTES)
         self._nbytes = nbytes
-        pieces = -(-nbytes // PIN_PIECE_BYTES)
-        self._missing = [
-            min(PIN_PIECE_BYTES, nbytes - piece * PIN_PIECE_BYTES) for piece in range(pieces)
-        ]
-        self._is_pinned = np.zeros(pieces, dtype=np.bool_)
+        self._starts = pin_pieces(nbytes)
+        self._addresses: U64 = np.array(self._starts, dtype=np.uint64) + np.uint64(address)
+        self.borders: U64 = self._addresses[1:-1]
+        """Addresses that no copy may cross."""
+        self._missing = np.diff(self._starts).tolist()
+        self._is_pinned = np.zeros(len(self._missing), dtype=np.bool_)
         self._all_pinned = False
         self._ready: list[int] = []
         self._wake = threading.Condition()
@@ -53,8 +66,8 @@ class PinnedPool:
         """A range of the pool is backed by memory now. Each byte is reported once. Any thread."""
         with self._wake:
             while nbytes > 0:
-                piece = offset // PIN_PIECE_BYTES
-                part = min(nbytes, (piece + 1) * PIN_PIECE_BYTES - offset)
+                piece = bisect.bisect(self._starts, offset) - 1
+                part = min(nbytes, self._starts[piece + 1] - offset)
                 self._missing[piece] -= part
                 if self._missing[piece] == 0:
                     self._ready.append(piece)
@@ -83,8 +96,7 @@ class PinnedPool:
         """For copies at addresses ``host`` whether they are pinned. None: all of the pool is."""
         if self._all_pinned:
             return None
-        pieces = (host - np.uint64(self.borders.address)) // np.uint64(PIN_PIECE_BYTES)
-        return np.asarray(self._is_pinned[pieces.astype(np.intp)])
+        return np.asarray(self._is_pinned[np.searchsorted(self.borders, host, side="right")])
 
     def _run(self, driver: Driver, context: int) -> None:
         try:
@@ -117,7 +129,7 @@ class PinnedPool:
             return None if self._stopping else self._ready.pop(0)
 
     def _address(self, piece: int) -> int:
-        return self.borders.address + piece * PIN_PIECE_BYTES
+        return int(self._addresses[piece])
 
     def _piece_bytes(self, piece: int) -> int:
-        return min(PIN_PIECE_BYTES, self._nbytes - piece * PIN_PIECE_BYTES)
+        return self._starts[piece + 1] - self._starts[piece]

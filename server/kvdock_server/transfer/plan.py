@@ -7,9 +7,8 @@ only where even those would waste too much of the link it asks for a kernel:
 
 * Segments: contiguous on both sides, many in one call. Regions that follow one another are one
   segment (block-major caches), and consecutive ids of a dense cache melt into one.
-* Rectangles: rows at one pitch on both sides, for pages too short to be segments. Either the rows
-  are the layers of one block, where the layers lie at one pitch in one allocation; or the rows are
-  consecutive blocks of one layer.
+* Rectangles: rows at one pitch on both sides. Either the rows are the layers of one block, where
+  the layers lie at one pitch in one allocation; or the rows are consecutive blocks of one layer.
 * Scattered blocks: gathered into (or spread from) a large buffer by a kernel, with one large copy
   between that buffer and host memory.
 
@@ -46,18 +45,21 @@ class CopyPrices(NamedTuple):
     """No segment takes less than this, however short."""
     rectangle_us: float
     """Of each rectangle, beyond its bytes' own time."""
-    stage_below: float
-    """Share of the link's rate below which copy engines are given up for a kernel."""
+    stage_segments_below: float
+    """Share of the link's rate below which segments are given up for a kernel."""
+    stage_rectangles_below: float
+    """The same for rectangles, which cost the server next to no time of a processor."""
     stage_from_bytes: int
     """There is nothing to overlap a kernel with where less is to be moved."""
 
 
 COPY_PRICES = CopyPrices(
     link_bytes_per_us=54_500,
-    segment_us=0.02,
+    segment_us=0.15,
     least_segment_us=0.6,
     rectangle_us=2.5,
-    stage_below=0.75,
+    stage_segments_below=0.92,
+    stage_rectangles_below=0.75,
     stage_from_bytes=64 << 20,
 )
 """Measured on an H100 80GB (PCIe Gen5 x16, driver 580.159), its memory opened through CUDA IPC, in
@@ -67,25 +69,22 @@ GB/s from device to host / from host to device; beside an engine with the engine
     plain copies of 256 MiB               54.7 / 54.9    54.5 x 1.02 / 54.6 x 1.06
     segments of 2 MiB                     54.5 / 53.0    53.9 x 1.03 / 52.0 x 1.07
     segments of 64 KiB                    52.8 / 52.1    45.8 x 1.02 / 51.8 x 1.06
+    the same, through the server          46.4 / 48.8    40.6 x 1.01 / 45.4 x 1.05
     segments of 32 KiB                    50.4 / 50.5    36.4 x 1.02 / 36.4 x 1.05
     segments of 16 KiB                    25.7 / 16.0
-    rectangles of 32 layers x 64 KiB      49.9 / 48.3    39.7 x 1.02 / 44.5 x 1.06
+    rectangles of 32 layers x 64 KiB      50.8 / 50.4    39.7 x 1.02 / 44.5 x 1.06
     rectangles of 64 blocks x 64 KiB      52.2 / 50.6    42.4 x 1.02 / 48.6 x 1.06
     rectangles of 16 blocks x 64 KiB      47.3 / 45.2    36.3 x 1.02 / 40.9 x 1.05
     rectangles of 64 layers x 16 KiB      50.0 / 46.8
     rectangles of 64 layers x 8 KiB       45.1 / 41.9
-    gathered or spread by a kernel        54.5 / 52-54   49   x 1.11 / 50   x 1.20
+    by a kernel, through the server       54.1 / 54.4    53.4 x 1.14 / 54.2 x 1.19
 
-So segments are the best there is from 32 KiB on, rectangles below that; and a kernel is for small
-pages at no pitch, which only copy engines at a fraction of the link would move otherwise.
+The driver takes 0.5 to 1.2 us of a processor for each segment, which with short segments is the
+limit on a busy host, and the reason why the server gets less out of them than a bare loop does.
 """
 
-MAX_BATCH_SEGMENTS = 512
-"""Segments handed to the driver in one call. Of 64 KiB each, calls of 512 run at 52.8 / 52.1 GB/s,
-of 2,048 at 51.9 / 49.8, and one call of 16,384 at 36.2 / 33.9."""
-
-PIECE_US = 600.0
-"""Time of one piece of copy-engine work at the prices above: 32 MiB of large segments."""
+PIECE_US = 1200.0
+"""Time of one piece of copy-engine work at the prices above: 64 MiB of large segments."""
 
 STAGED_PIECE_BYTES = 256 << 20
 """Bytes of one staged piece. Two processes share an SM by time slices, so few large kernels cost an
@@ -180,14 +179,6 @@ class ScatteredBlocks:
 Piece = Segments | Rectangles | ScatteredBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class HostBorders:
-    """Addresses that no copy may cross: host memory is registered with CUDA in pieces."""
-
-    address: int
-    piece_bytes: int
-
-
 class MergedRegions(NamedTuple):
     """Regions of a layout with device addresses, those that touch on both sides made one."""
 
@@ -215,13 +206,16 @@ class Planner:
         layout: GroupLayout,
         bases: Sequence[int],
         *,
-        borders: HostBorders | None = None,
+        borders: U64 | None = None,
     ) -> None:
-        """``bases`` are the addresses at which the layout's allocations are mapped here."""
+        """``bases`` are the addresses at which the layout's allocations are mapped here.
+
+        No copy crosses any of ``borders``, ascending host addresses.
+        """
         self.layout = layout
         self.block_bytes = layout.block_bytes
         self.regions = _merge(layout, bases)
-        self._borders = borders
+        self._borders = borders if borders is not None else np.zeros(0, dtype=np.uint64)
         # One region without gaps: consecutive ids are contiguous.
         self._dense = len(self.regions.device) == 1 and (
             layout.num_blocks == 1 or self.regions.stride[0] == self.regions.nbytes[0]
@@ -231,6 +225,11 @@ class Planner:
         self._block_us = len(self._ladders) * COPY_PRICES.rectangle_us + float(
             prices[self._singles].sum()
         )
+        self._stage_blocks_below = (
+            COPY_PRICES.stage_rectangles_below
+            if self._ladders
+            else COPY_PRICES.stage_segments_below
+        )
         self._run_us = len(self.regions.device) * COPY_PRICES.rectangle_us
         self._fits_staging = not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
 
@@ -238,7 +237,7 @@ class Planner:
     def may_stage(self) -> bool:
         """True if some block ids are better staged: one block is too dear for copy engines."""
         efficiency = _efficiency(np.array(self.block_bytes), np.array(self._block_us))
-        return self._fits_staging and bool(efficiency < COPY_PRICES.stage_below)
+        return self._fits_staging and bool(efficiency < self._stage_blocks_below)
 
     def plan(
         self, block_ids: Sequence[int] | npt.NDArray[np.integer], hosts: U64, *, stage: bool
@@ -252,7 +251,7 @@ class Planner:
         ids = np.asarray(block_ids, dtype=np.int64)
         # Consecutive both here and there: only such blocks share an operation.
         joined = (np.diff(ids) == 1) & (np.diff(hosts) == np.uint64(self.block_bytes))
-        if self._borders is not None:
+        if len(self._borders):
             # A block on a border stays alone, so that its neighbours keep their rectangles.
             joined &= ~self._crosses(hosts[:-1], np.uint64(2 * self.block_bytes))
         starts = np.concatenate([[0], np.flatnonzero(~joined) + 1])
@@ -264,7 +263,8 @@ class Planner:
         cost = np.where(by_rows, self._run_us, lengths * self._block_us)
         staged = np.full(len(starts), False)
         if stage and self._fits_staging:
-            staged = _efficiency(lengths * self.block_bytes, cost) < COPY_PRICES.stage_below
+            below = np.where(by_rows, COPY_PRICES.stage_rectangles_below, self._stage_blocks_below)
+            staged = _efficiency(lengths * self.block_bytes, cost) < below
             if lengths[staged].sum() * self.block_bytes < COPY_PRICES.stage_from_bytes:
                 staged[:] = False
         rest = ~staged & ~by_rows
@@ -362,39 +362,36 @@ class Planner:
     def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
         segments = self._within_borders(_split(segments, _MAX_OPERATION_BYTES))
         for part in _cut(segments.nbytes, _segment_prices(segments.nbytes)):
-            for start in range(part.start, part.stop, MAX_BATCH_SEGMENTS):
-                yield segments.take(slice(start, min(start + MAX_BATCH_SEGMENTS, part.stop)))
+            yield segments.take(part)
 
     def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[Piece]:
-        if self._borders is not None:
+        if len(self._borders):
             span = (rectangles.height - np.uint64(1)) * rectangles.host_pitch + rectangles.width
             crossing = self._crosses(rectangles.host, span)
             if crossing.any():
-                # Those of blocks that lie on a border: once in a registered piece of the pool.
+                # Those of blocks that lie on a border.
                 yield from self._segment_pieces(rectangles.take(crossing).rows())
                 rectangles = rectangles.take(~crossing)
         for part in _cut(rectangles.width * rectangles.height, COPY_PRICES.rectangle_us):
             yield rectangles.take(part)
 
     def _crosses(self, host: U64, span: U64 | np.uint64) -> npt.NDArray[np.bool_]:
-        assert self._borders is not None
-        piece = np.uint64(self._borders.piece_bytes)
-        start = host - np.uint64(self._borders.address)
-        crosses = start // piece != (start + span - np.uint64(1)) // piece
-        return np.asarray(crosses, dtype=np.bool_)
+        first = np.searchsorted(self._borders, host, side="right")
+        last = np.searchsorted(self._borders, host + span - np.uint64(1), side="right")
+        return np.asarray(first != last, dtype=np.bool_)
 
     def _within_borders(self, segments: Segments) -> Segments:
-        if self._borders is None:
+        if not len(self._borders):
             return segments
         while (crossing := self._crosses(segments.host, segments.nbytes)).any():
-            piece = np.uint64(self._borders.piece_bytes)
-            start = segments.host - np.uint64(self._borders.address)
-            head = np.where(crossing, piece - start % piece, segments.nbytes)
             tail = segments.take(crossing)
-            cut = head[crossing]
+            border = self._borders[np.searchsorted(self._borders, tail.host, side="right")]
+            cut = border - tail.host
+            head = segments.nbytes.copy()
+            head[crossing] = cut
             segments = Segments(
                 np.concatenate([segments.device, tail.device + cut]),
-                np.concatenate([segments.host, tail.host + cut]),
+                np.concatenate([segments.host, border]),
                 np.concatenate([head, tail.nbytes - cut]),
             )
         return segments
