@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,6 +29,7 @@ from kvdock_vllm.worker import WorkerHalf
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -197,6 +198,10 @@ class KVDockConnector(KVConnectorBase_V1):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._of_scheduler.request_finished(request)
+
+    @_never_raises(lambda: list[Any]())
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._of_scheduler.take_events()
 
     @_never_raises(lambda: False)
     def reset_cache(self) -> bool | None:

@@ -13,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvdock.types import ChunkEventData
+
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
@@ -38,6 +40,8 @@ class Target:
     epoch: int
     namespace: str
     chunk_tokens: int
+    event_log: bool = False
+    """The server keeps a log of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class StoreSpec:
     block_ids: tuple[int, ...]
     """Blocks of all chunks, chunk by chunk."""
     target: Target
+    event_data: tuple[ChunkEventData, ...] = ()
+    """What events are to tell of each chunk; empty if nobody keeps them."""
 
 
 @dataclass

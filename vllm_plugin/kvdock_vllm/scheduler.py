@@ -32,6 +32,7 @@ from kvdock.keys import KeyChain
 from kvdock.types import Namespace, SessionRole
 from kvdock_vllm.autostart import Autostart
 from kvdock_vllm.config import Config
+from kvdock_vllm.events import Relay, Teller, publishes_events
 from kvdock_vllm.keys import ScopeReader
 from kvdock_vllm.layout import blocks_per_chunk, fitting_chunk_tokens, group_shapes
 from kvdock_vllm.link import Breaker, Link, Live
@@ -51,6 +52,7 @@ from kvdock_vllm.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -142,6 +144,12 @@ class SchedulerHalf:
         self._shapes = group_shapes(kv_cache_config)
         self._block_tokens = self._shapes[0].block_tokens
         self._scopes = ScopeReader(vllm_config)
+        self._teller = Teller(vllm_config, kv_cache_config)
+        self._relay = (
+            Relay.of_engine(vllm_config, kv_cache_config, config.address)
+            if publishes_events(vllm_config)
+            else None
+        )
         self._workers: Mapping[int, WorkerDescription] = {}
         self._namespaces: dict[int, Namespace] = {}
         self._engine_id = str(transfer.engine_id)
@@ -201,7 +209,9 @@ class SchedulerHalf:
             client.clear(namespace.name)
             self._clears_done = wanted
         _log.info("namespace %s, chunks of %d tokens", namespace.name, chunk_tokens)
-        return Target(session.epoch, namespace.name, chunk_tokens)
+        if self._relay is not None:
+            self._relay.follow(namespace.name, has_log=session.info.event_log)
+        return Target(session.epoch, namespace.name, chunk_tokens, session.info.event_log)
 
     def _live(self) -> Live[Target] | None:
         """The session, if the server may be used now."""
@@ -489,6 +499,15 @@ class SchedulerHalf:
             keys=tuple(keys[first:end]),
             block_ids=tuple(record.block_ids[first * in_chunk : end * in_chunk]),
             target=target,
+            event_data=self._teller.tell(
+                request,
+                first,
+                end,
+                chunk_tokens=target.chunk_tokens,
+                block_tokens=self._block_tokens,
+            )
+            if target.event_log
+            else (),
         )
 
     def _note_store(self, job_id: int, outcome: StoreOutcome) -> None:
@@ -568,6 +587,10 @@ class SchedulerHalf:
             )
         return done
 
+    def take_events(self) -> list[KVCacheEvent]:
+        """What is to be published of the server's cache."""
+        return self._relay.take() if self._relay is not None else []
+
     def take_stats(self) -> Stats | None:
         """Counters since the last call."""
         return self._stats.take()
@@ -575,6 +598,8 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         """Ends the session, and with it every lease."""
         self._link.close()
+        if self._relay is not None:
+            self._relay.close()
 
 
 def _ended_by_itself(request: Request) -> bool:

@@ -398,7 +398,11 @@ class WorkerHalf:
             raise CopyStoppedError
         session = self._session(spec.target)
         reservation = session.reserve(
-            spec.target.namespace, spec.keys, parent=spec.parent, timeout=_STORE_RPC_SECONDS
+            spec.target.namespace,
+            spec.keys,
+            parent=spec.parent,
+            event_data=spec.event_data,
+            timeout=_STORE_RPC_SECONDS,
         )
         statuses = [chunk.status for chunk in reservation.chunks]
         wanted = [i for i, status in enumerate(statuses) if status is ChunkStatus.RESERVED]

@@ -1,0 +1,228 @@
+"""Real vLLM engines and the ZMQ stream that consumers read: KVDock's cache beside the GPU's.
+
+On the CPU the engine's own events carry the medium "GPU" all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from enginekit import EngineProcess, Request
+from modelkit import Llama, make_checkpoint, random_prompt
+from tests.conftest import ServerProcess
+
+from kvdock import Client
+from kvdock.keys import chunk_keys
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+CHUNK = 256
+BLOCK = 32
+WAIT_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), Llama())
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[ServerProcess]:
+    # Not pytest's folders: a socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
+        server = ServerProcess(Path(folder) / "s.sock", "--memory", "64MiB", *arguments)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@dataclass
+class Heard:
+    """What a consumer that knows blocks by their hashes makes of the stream."""
+
+    stored: list[dict[str, Any]] = field(default_factory=list)
+    removed: list[dict[str, Any]] = field(default_factory=list)
+    there: Counter[tuple[str, Any, Any]] = field(default_factory=Counter)
+    """How often each (medium, group, hash) was stored more than removed."""
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    def of(self, medium: str) -> dict[Any, tuple[tuple[int, ...], Any]]:
+        """For each block stored there, by hash: its tokens, and the hash before it."""
+        blocks = {}
+        for event in self.stored:
+            if event["medium"] == medium:
+                before = event["parent_block_hash"]
+                for index, block in enumerate(event["block_hashes"]):
+                    size = event["block_size"]
+                    tokens = event["token_ids"][index * size : (index + 1) * size]
+                    blocks[block] = tuple(tokens), before
+                    before = block
+        return blocks
+
+    def on(self, medium: str) -> set[Any]:
+        """Hashes that are there now."""
+        return {block for (where, _, block), n in self.there.items() if where == medium and n}
+
+
+class Subscriber:
+    """Subscribes to an engine's events as llm-d and Dynamo do."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.connect(f"tcp://127.0.0.1:{self.port}")
+        self._socket.subscribe("")
+        self._next: int | None = None
+        self.heard = Heard()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.port}",
+        }
+
+    def read(self) -> None:
+        """Take in everything that has come."""
+        while self._socket.poll(200):
+            _, sequence, payload = self._socket.recv_multipart()
+            (number,) = struct.unpack(">q", sequence)
+            assert self._next in (None, number)
+            self._next = number + 1
+            _, events, *_ = msgspec.msgpack.decode(payload)
+            for event in events:
+                self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event["type"]
+        self.heard.kinds[f"{kind} {event.get('medium')}"] += 1
+        if kind == "AllBlocksCleared":
+            return
+        step, events = (1, self.heard.stored) if kind == "BlockStored" else (-1, self.heard.removed)
+        events.append(event)
+        for block in event["block_hashes"]:
+            name = event["medium"], event.get("group_idx"), block
+            self.heard.there[name] += step
+            assert self.heard.there[name] in (0, 1) or event["medium"] == "GPU"
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+def until(
+    engine: EngineProcess, subscriber: Subscriber, done: Callable[[Heard], bool], what: str
+) -> None:
+    """Let the engine take steps, with prompts too short to be cached, until that is so."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not done(subscriber.heard):
+        assert time.monotonic() < deadline, f"never {what}: {subscriber.heard.kinds}"
+        engine.generate(Request(random_prompt(20, seed=999), max_tokens=4))
+        subscriber.read()
+
+
+def stored_keys(client: Client) -> set[bytes]:
+    return {
+        part.key
+        for entry in client.namespaces()
+        for part in client.chunks(entry.namespace.name)
+        if part.visible
+    }
+
+
+def keys_of(prompts: Sequence[Sequence[int]]) -> set[bytes]:
+    return {key for prompt in prompts for key in chunk_keys(prompt, CHUNK)}
+
+
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["int hashes", "bytes hashes"])
+def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
+    model: Path, tmp_path: Path, as_bytes: bool
+) -> None:
+    prompts = [random_prompt(3 * CHUNK + 40, seed=1), random_prompt(2 * CHUNK + 7, seed=2)]
+    per_chunk = CHUNK // BLOCK
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving("--event-log", "16MiB"))
+        client = stack.enter_context(Client(server.address))
+        subscriber = Subscriber()
+        stack.callback(subscriber.close)
+        engine = stack.enter_context(
+            EngineProcess(
+                model,
+                log=tmp_path / "engine.log",
+                kv_connector={"kvdock.address": server.address},
+                kv_events_config=subscriber.config,
+                environment={
+                    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0" if as_bytes else "1",
+                },
+            )
+        )
+        for prompt in prompts:
+            engine.generate(Request(prompt, max_tokens=8))
+        until(
+            engine,
+            subscriber,
+            lambda heard: len(heard.on("CPU")) == 5 * per_chunk,
+            "5 chunks of blocks on the CPU",
+        )
+
+        heard = subscriber.heard
+        assert heard.kinds["BlockStored CPU"] == 5  # one a chunk
+        ours, theirs = heard.of("CPU"), heard.of("GPU")
+        for block, what in ours.items():
+            assert isinstance(block, bytes if as_bytes else int)
+            assert theirs[block] == what
+        assert stored_keys(client) == keys_of(prompts)
+        tokens = [event["token_ids"] for event in heard.stored if event["medium"] == "CPU"]
+        known = {tuple(prompt[n : n + CHUNK]) for prompt in prompts for n in range(0, 768, CHUNK)}
+        assert all(tuple(some) in known for some in tokens)
+        for event in heard.stored:
+            if event["medium"] == "CPU":
+                assert event["kv_cache_spec_kind"] == "full_attention"
+                assert event.get("group_idx") is None
+
+        # Evicted by the server, in part and in whole.
+        client.evict(1)
+        until(
+            engine,
+            subscriber,
+            lambda heard: len(heard.on("CPU")) == 4 * per_chunk,
+            "one chunk less",
+        )
+        client.evict()
+        until(engine, subscriber, lambda heard: not heard.on("CPU"), "nothing on the CPU")
+        assert sum(len(event["block_hashes"]) for event in heard.removed) >= 5 * per_chunk
+
+        # A server that is killed and started again has nothing.
+        again = [random_prompt(2 * CHUNK + 5, seed=3)]
+        engine.generate(Request(again[0], max_tokens=8))
+        until(
+            engine,
+            subscriber,
+            lambda heard: len(heard.on("CPU")) == 2 * per_chunk,
+            "2 chunks of blocks on the CPU",
+        )
+        server.restart()
+        until(engine, subscriber, lambda heard: not heard.on("CPU"), "nothing after a restart")
+        engine.generate(Request(random_prompt(CHUNK + 5, seed=4), max_tokens=8))
+        until(
+            engine,
+            subscriber,
+            lambda heard: len(heard.on("CPU")) == per_chunk,
+            "a chunk in the new server",
+        )
+        assert "ERROR" not in engine.log_text
