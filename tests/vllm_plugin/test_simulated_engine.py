@@ -674,6 +674,39 @@ def test_tensor_parallel_ranks(start_engine: StartEngine, kvdock: Any, mla: bool
     assert status(kvdock).counters.stored_shards == stored
 
 
+@pytest.mark.parametrize(
+    ("tokens", "loaded"), [(2 * C - 1, 0), (2 * C, 2 * C), (2 * C + 1, 2 * C), (2 * C + 2, 0)]
+)
+def test_an_engine_that_cannot_continue_prompts_gets_whole_ones(
+    start_engine: StartEngine, tokens: int, loaded: int
+) -> None:
+    # As vLLM does for its reference kernels of MLA on CPUs.
+    arguments = {"mla": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
+    start_engine(**arguments).generate(prompt(tokens))
+    warm = start_engine(**arguments).generate(prompt(tokens), kv_transfer_params=ASK)
+    assert extra(warm) == loaded
+
+
+def test_an_engine_that_cannot_continue_prompts_gets_all_or_nothing(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(mla=True, enable_chunked_prefill=False, max_num_batched_tokens=2048)
+    cold = engine.generate(prompt(4 * C), max_tokens=4)
+    engine.forget()
+    engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
+
+    def lose_chunk_two() -> None:
+        for load in engine.connector._of_scheduler._loads.values():
+            engine.between_schedule_and_forward = lambda: None
+            assert load.lookup is not None
+            load.lookup.live.session.free_locks(load.lookup.lease_id, 2, 3)
+
+    engine.between_schedule_and_forward = lose_chunk_two
+    engine.run()
+    assert engine.outcomes["r"].tokens == cold.tokens
+    assert extra(engine.outcomes["r"]) == 0
+
+
 def test_a_rank_that_cannot_load_makes_all_compute(start_engine: StartEngine, kvdock: Any) -> None:
     engine = start_engine(tensor_size=2)
     cold = engine.generate(prompt(4 * C), max_tokens=4)

@@ -56,6 +56,8 @@ class LoadSpec:
     """Blocks of the first chunk that the engine has already."""
     block_ids: tuple[int, ...]
     """The engine's blocks to fill, from there on. The last chunk's may be fewer than it has."""
+    all_or_nothing: bool
+    """If one block fails, all do."""
     target: Target | None
     """None: the server was lost since the hit was promised, so that the load fails."""
 

@@ -143,6 +143,7 @@ class SchedulerHalf:
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=False)
         self._shapes = group_shapes(kv_cache_config)
         self._block_tokens = self._shapes[0].block_tokens
+        self._whole_prompts_only = _cannot_continue_prompts(vllm_config, self._strategy)
         self._scopes = ScopeReader(vllm_config)
         self._teller = Teller(vllm_config, kv_cache_config)
         self._relay = (
@@ -253,6 +254,8 @@ class SchedulerHalf:
             return None, False
         lookup.num_computed_tokens = num_computed_tokens
         hit_tokens = lookup.hit_chunks * lookup.target.chunk_tokens
+        if self._whole_prompts_only and request.num_tokens - hit_tokens > 1:
+            return 0, False
         new_tokens = max(0, hit_tokens - num_computed_tokens)
         return new_tokens, new_tokens > 0
 
@@ -376,7 +379,16 @@ class SchedulerHalf:
             lookup, block_ids, first_token, num_tokens, good_blocks=len(block_ids)
         )
         self._new_loads.append(
-            LoadSpec(request_id, lease_id, first_chunk, end_chunk, skip_blocks, block_ids, target)
+            LoadSpec(
+                request_id=request_id,
+                lease_id=lease_id,
+                first_chunk=first_chunk,
+                end_chunk=end_chunk,
+                skip_blocks=skip_blocks,
+                block_ids=block_ids,
+                all_or_nothing=self._whole_prompts_only,
+                target=target,
+            )
         )
 
     def _note_failed_blocks(self, failed: set[int]) -> None:
@@ -600,6 +612,19 @@ class SchedulerHalf:
         self._link.close()
         if self._relay is not None:
             self._relay.close()
+
+
+def _cannot_continue_prompts(vllm_config: VllmConfig, strategy: ParallelStrategy) -> bool:
+    """Whether the engine can only compute a prompt from its first token, or its very last token.
+
+    vLLM's reference kernels for MLA on CPUs read no earlier tokens while they compute a prompt.
+    vLLM therefore turns chunked prefill off for them, and a hit that ends inside a prompt would be
+    answered wrongly. The last token alone is computed as generated tokens are, which is right.
+    """
+    from vllm.platforms import current_platform
+
+    chunked = bool(vllm_config.scheduler_config.enable_chunked_prefill)
+    return current_platform.is_cpu() and strategy.use_mla and not chunked
 
 
 def _ended_by_itself(request: Request) -> bool:

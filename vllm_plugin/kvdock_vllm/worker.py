@@ -14,21 +14,19 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvdock import Client, Session
 from kvdock.errors import DeadlineExceeded, KVDockError
-from kvdock.types import ChunkResult, ChunkStatus, Reservation, SessionRole
-from kvdock.v1 import cache_pb2
+from kvdock.types import ChunkStatus, SessionRole
 from kvdock_vllm import affinity
 from kvdock_vllm.config import Config
-from kvdock_vllm.copier import Copier, CopyStoppedError
-from kvdock_vllm.layout import blocks_per_chunk, group_layout, group_shapes
+from kvdock_vllm.copier import CopyStoppedError
+from kvdock_vllm.layout import GroupLayout, group_layout, group_shapes
 from kvdock_vllm.link import Breaker, Link
 from kvdock_vllm.metadata import (
     GroupPages,
@@ -42,6 +40,7 @@ from kvdock_vllm.metadata import (
 )
 from kvdock_vllm.metrics import Stats
 from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.transfers import DeviceTransfers, HostTransfers, Transfers, split_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +53,6 @@ _LOAD_THREADS = 2
 # One, so that a chunk is always offered after the one it extends.
 _STORE_THREADS = 1
 
-# The answer to each of these is the work of microseconds. Somebody waits for a load.
-_LOAD_RPC_SECONDS = 2.0
-_STORE_RPC_SECONDS = 5.0
 # The scheduler's half found the server, so this one's session is only a moment behind.
 _SESSION_SECONDS = 2.0
 # How long blocks that are given away may be read to the end, and how long it takes at most until a
@@ -82,6 +78,8 @@ class _Ended:
     """What a background thread reports of one load or store."""
 
     stats: Stats
+    ready: bytes = b""
+    """Stands for what the engine had queued before."""
     load: LoadSpec | None = None
     failed_blocks: frozenset[int] = frozenset()
     store: _StoreJob | None = None
@@ -104,16 +102,16 @@ class WorkerHalf:
         self._engine_id = str(transfer.engine_id)
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=True)
         self._shapes = group_shapes(kv_cache_config)
-        self._copiers: list[Copier] = []
+        self._block_bytes = 0
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._description: WorkerDescription | None = None
-        self._copies = _Copies()
+        self._transfers: Transfers
         self._link: Link[None] = Link(
             f"worker {self._strategy.worker_id}",
             config.address,
             self._open_session,
-            _prepare_session,
-            before_close=self._copies.wait,
+            self._prepare_session,
+            before_close=lambda session: self._transfers.wait_for_end(session),
         )
         self._breaker = Breaker()
         self._load_threads = _threads("kvdock-load", _LOAD_THREADS)
@@ -134,18 +132,19 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the tensors and begins to connect.
 
-        Raises UnsupportedLayoutError if they are not what the specs say, ValueError if they are not
-        in this process's memory.
+        Raises UnsupportedLayoutError if they are not what the specs say, ValueError if they are on
+        devices of a kind that is not supported.
         """
-        devices = {tensor.device.type for tensor in kv_caches.values()}
-        if devices != {"cpu"}:
-            raise ValueError(f"KVDock does not support KV caches on {sorted(devices)} yet")
         groups = self._kv_cache_config.kv_cache_groups
         layouts = [
             group_layout(group, kv_caches, self._kv_cache_config.num_blocks) for group in groups
         ]
         self._kv_caches = kv_caches
-        self._copiers = [Copier(layout) for layout in layouts]
+        (layout,) = layouts
+        self._block_bytes = layout.block_bytes
+        self._transfers = _choose_transfers(
+            layout, self._shapes[0].block_tokens, kv_caches, self._strategy
+        )
         self._description = WorkerDescription(
             worker_id=self._strategy.worker_id,
             groups=tuple(
@@ -205,14 +204,14 @@ class WorkerHalf:
     def start_loads(self, metadata: StepMetadata) -> None:
         """Hands the step's loads to the background."""
         for spec in metadata.loads:
-            self._load_threads.submit(self._guarded, _Ended(Stats(), load=spec), self._load)
+            ended = _Ended(Stats(), load=spec, ready=self._transfers.mark())
+            self._load_threads.submit(self._guarded, ended, self._load)
 
     def start_stores(self) -> None:
         """Hands the stores noted so far to the background. Their blocks must have been computed."""
         for job in self._unsubmitted:
-            job.future = self._store_threads.submit(
-                self._guarded, _Ended(Stats(), store=job), self._store
-            )
+            ended = _Ended(Stats(), store=job, ready=self._transfers.mark())
+            job.future = self._store_threads.submit(self._guarded, ended, self._store)
         self._unsubmitted.clear()
 
     def get_finished(self, metadata: StepMetadata | None) -> tuple[set[str], set[str]]:
@@ -329,28 +328,8 @@ class WorkerHalf:
         began = time.monotonic()
         session = self._session(spec.target)
         assert spec.target is not None
-        found = session.retrieve(
-            spec.lease_id,
-            spec.first_chunk,
-            spec.end_chunk,
-            kv_worker_id=self._strategy.kv_worker_id,
-            reader=self._strategy.worker_id,
-            timeout=_LOAD_RPC_SECONDS,
-        )
-        in_chunk = blocks_per_chunk(spec.target.chunk_tokens, self._shapes[0])
-        parts = list(_split_blocks(spec, in_chunk))
-        filled = self._scatter(session, found, parts)
-        # Only locks that were still held after the copy prove that the bytes were the chunks'.
-        locks = cache_pb2.LockRange(
-            lease_id=spec.lease_id, first_chunk=spec.first_chunk, end_chunk=spec.end_chunk
-        )
-        (released,) = _answer(
-            session.submit(cache_pb2.FreeLocksRequest(locks=[locks])),
-            "FreeLocks",
-            _LOAD_RPC_SECONDS,
-        ).released
-        kept = released >= filled.count(True)
-        good = [ok and kept for ok in filled]
+        good = self._transfers.load(session, spec, ended.ready, lambda: self._must_stop(session))
+        parts = split_blocks(spec, self._shapes[0].block_tokens)
         ended.failed_blocks = frozenset(
             block for (_, ids), ok in zip(parts, good, strict=True) if not ok for block in ids
         )
@@ -365,29 +344,8 @@ class WorkerHalf:
             )
         num_blocks = len(spec.block_ids) - len(ended.failed_blocks)
         ended.stats.add("loaded_chunks", good.count(True))
-        ended.stats.add("loaded_bytes", num_blocks * self._copiers[0].block_bytes)
+        ended.stats.add("loaded_bytes", num_blocks * self._block_bytes)
         ended.stats.add("load_seconds", time.monotonic() - began)
-
-    def _scatter(
-        self,
-        session: Session,
-        found: Sequence[ChunkResult],
-        parts: Sequence[tuple[int, tuple[int, ...]]],
-    ) -> list[bool]:
-        """Fills blocks from chunks; for each chunk whether it was there."""
-        copier = self._copiers[0]
-        filled = []
-        for result, (skip, block_ids) in zip(found, parts, strict=True):
-            ok = result.status is ChunkStatus.RETRIEVED and result.location is not None
-            if ok:
-                assert result.location is not None
-                with self._copies.running(session):
-                    host = session.pool.array(result.location)
-                    begin = skip * copier.block_bytes
-                    end = begin + len(block_ids) * copier.block_bytes
-                    copier.scatter(host[begin:end], block_ids, lambda: self._must_stop(session))
-            filled.append(ok)
-        return filled
 
     def _store(self, ended: _Ended) -> None:
         job = ended.store
@@ -397,90 +355,40 @@ class WorkerHalf:
         if job.given_up.is_set():
             raise CopyStoppedError
         session = self._session(spec.target)
-        reservation = session.reserve(
-            spec.target.namespace,
-            spec.keys,
-            parent=spec.parent,
-            event_data=spec.event_data,
-            timeout=_STORE_RPC_SECONDS,
+        statuses = self._transfers.store(
+            session, spec, ended.ready, lambda: job.given_up.is_set() or self._must_stop(session)
         )
-        statuses = [chunk.status for chunk in reservation.chunks]
-        wanted = [i for i, status in enumerate(statuses) if status is ChunkStatus.RESERVED]
-        if wanted:
-            try:
-                self._gather(session, job, reservation, wanted)
-            except BaseException:
-                session.submit(cache_pb2.AbortRequest(reservation_id=reservation.id))
-                raise
-            sealed = session.commit(reservation, wanted, timeout=_STORE_RPC_SECONDS)
-            for index, status in zip(wanted, sealed, strict=True):
-                statuses[index] = status
         ended.refused_from = _refused_from(spec, statuses)
         stored = statuses.count(ChunkStatus.STORED)
         existing = statuses.count(ChunkStatus.EXISTS)
         in_chunk = len(spec.block_ids) // len(spec.keys)
         ended.stats.add("stored_chunks", stored)
-        ended.stats.add("stored_bytes", stored * in_chunk * self._copiers[0].block_bytes)
+        ended.stats.add("stored_bytes", stored * in_chunk * self._block_bytes)
         ended.stats.add("store_seconds", time.monotonic() - began if stored else 0)
         ended.stats.add("existing_chunks", existing)
         ended.stats.add("refused_chunks", len(statuses) - stored - existing)
 
-    def _gather(
-        self, session: Session, job: _StoreJob, reservation: Reservation, wanted: Sequence[int]
-    ) -> None:
-        """Copies the blocks of chunks into the memory reserved for them.
-
-        Raises CopyStoppedError if the blocks were, or might have been, given away meanwhile.
-        """
-        in_chunk = len(job.spec.block_ids) // len(job.spec.keys)
-        for index in wanted:
-            location = reservation.chunks[index].location
-            if location is None:
-                raise ValueError(f"the server reserved chunk {index} and did not say where")
-            block_ids = job.spec.block_ids[index * in_chunk : (index + 1) * in_chunk]
-            with self._copies.running(session):
-                self._copiers[0].gather(
-                    block_ids,
-                    session.pool.array(location),
-                    lambda: job.given_up.is_set() or self._must_stop(session),
-                )
-        if job.given_up.is_set():
-            raise CopyStoppedError
+    def _prepare_session(self, client: Client, session: Session) -> None:
+        self._transfers.prepare(session)
 
     def _must_stop(self, session: Session) -> bool:
         return self._closing.is_set() or not session.alive
 
 
-class _Copies:
-    """Counts the copies that use a session's memory, so that it is not let go under them."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running: dict[Session, int] = {}
-
-    @contextmanager
-    def running(self, session: Session) -> Iterator[None]:
-        with self._changed:
-            self._running[session] = self._running.get(session, 0) + 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running[session] -= 1
-                if not self._running[session]:
-                    del self._running[session]
-                    self._changed.notify_all()
-
-    def wait(self, session: Session) -> None:
-        """Waits for the copies of a session that is over; they end with their next piece."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: session not in self._running, _STOP_SECONDS):
-                _log.error("a copy goes on after the end of its session")
-
-
-def _prepare_session(client: Client, session: Session) -> None:
-    # Copies then run at the speed of memory from the first on.
-    session.pool.prefault()
+def _choose_transfers(
+    layout: GroupLayout,
+    block_tokens: int,
+    kv_caches: Mapping[str, torch.Tensor],
+    strategy: ParallelStrategy,
+) -> Transfers:
+    """The way for the bytes of these tensors. Raises ValueError if there is none."""
+    devices = {tensor.device for tensor in kv_caches.values()}
+    kinds = {device.type for device in devices}
+    if kinds == {"cpu"}:
+        return HostTransfers(layout, block_tokens, strategy)
+    if kinds == {"cuda"} and len(devices) == 1:
+        return DeviceTransfers(layout, block_tokens, devices.pop(), strategy)
+    raise ValueError(f"KVDock does not support KV caches on {sorted(map(str, devices))}")
 
 
 def _threads(name: str, count: int) -> ThreadPoolExecutor:
@@ -493,16 +401,6 @@ def _kernel(layer: Any) -> str:
     return f"{backend},{getattr(layer, 'isa', '')}"
 
 
-def _split_blocks(spec: LoadSpec, in_chunk: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """For each chunk of a load: how many of its blocks to skip, and the blocks to fill."""
-    taken, skip = 0, spec.skip_blocks
-    for _ in range(spec.first_chunk, spec.end_chunk):
-        block_ids = spec.block_ids[taken : taken + in_chunk - skip]
-        yield skip, block_ids
-        taken += len(block_ids)
-        skip = 0
-
-
 def _refused_from(spec: StoreSpec, statuses: Sequence[ChunkStatus]) -> int | None:
     """First chunk of the prompt that must be offered again; None if all are there."""
     there = (ChunkStatus.STORED, ChunkStatus.EXISTS)
@@ -512,16 +410,6 @@ def _refused_from(spec: StoreSpec, statuses: Sequence[ChunkStatus]) -> int | Non
             lost_parent = index == 0 and status is ChunkStatus.PARENT_MISSING
             return 0 if lost_parent else spec.first_chunk + index
     return None
-
-
-def _answer(future: Future[T], verb: str, seconds: float) -> T:
-    """The answer of a request that was submitted. Raises DeadlineExceeded if it does not come."""
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        if not future.cancel():
-            return future.result()
-        raise DeadlineExceeded(f"the server did not answer {verb} within {seconds:g} s") from None
 
 
 def _wait_all(events: Sequence[threading.Event], seconds: float) -> bool:

@@ -1,0 +1,292 @@
+"""The ways for a worker's bytes to move, behind one face.
+
+``HostTransfers``: the worker copies between its memory and the pool, both mapped into its process.
+``DeviceTransfers``: the server copies between its pool and the GPU memory that the worker exported.
+
+Used by the worker's background threads. Every call ends: it is bounded by a time, after which
+nothing touches the blocks any more, because the engine gives them to others then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from kvdock import Session
+from kvdock.errors import DeadlineExceeded
+from kvdock.types import ChunkStatus, TransferMode
+from kvdock.v1 import cache_pb2
+from kvdock_vllm.copier import Copier, CopyStoppedError
+from kvdock_vllm.metadata import LoadSpec, StoreSpec
+from kvdock_vllm.parallel import ParallelStrategy
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvdock_vllm.layout import GroupLayout
+
+_log = logging.getLogger(__name__)
+
+# The answer to each of these is the work of microseconds. Somebody waits for a load.
+_LOAD_RPC_SECONDS = 2.0
+_STORE_RPC_SECONDS = 5.0
+# How long a copy may take that was told to stop.
+_STOP_SECONDS = 5.0
+# Within these the server copies. Then it stops by itself, at the latest with the piece it is at.
+_DEVICE_LOAD_SECONDS = 10.0
+_DEVICE_STORE_SECONDS = 4.0
+_PIECE_SECONDS = 1.0
+_REGISTER_SECONDS = 10.0
+
+T = TypeVar("T")
+Stop = Callable[[], bool]
+
+
+class Transfers(ABC):
+    """Moves the chunks of loads and stores."""
+
+    @abstractmethod
+    def prepare(self, session: Session) -> None:
+        """A session was opened, and will be used soon."""
+
+    @abstractmethod
+    def mark(self) -> bytes:
+        """Stands for what the engine has queued so far, for ``ready``. Called on its thread."""
+
+    @abstractmethod
+    def load(self, session: Session, spec: LoadSpec, ready: bytes, stop: Stop) -> list[bool]:
+        """Fills blocks; for each chunk whether its blocks are filled. Frees the reader's locks.
+
+        Raises KVDockError, or CopyStoppedError when ``stop()`` is true.
+        """
+
+    @abstractmethod
+    def store(
+        self, session: Session, spec: StoreSpec, ready: bytes, stop: Stop
+    ) -> list[ChunkStatus]:
+        """Stores chunks; what became of each.
+
+        Raises KVDockError, or CopyStoppedError when ``stop()`` is true; then nothing of it becomes
+        visible that was not copied before.
+        """
+
+    @abstractmethod
+    def wait_for_end(self, session: Session) -> None:
+        """Waits until nothing uses the memory of a session that is over."""
+
+
+class HostTransfers(Transfers):
+    """Copies between blocks in this process's memory and the mapped pool."""
+
+    def __init__(self, layout: GroupLayout, block_tokens: int, strategy: ParallelStrategy) -> None:
+        self._copier = Copier(layout)
+        self._block_tokens = block_tokens
+        self._strategy = strategy
+        self._changed = threading.Condition()
+        self._running: dict[Session, int] = {}
+
+    def prepare(self, session: Session) -> None:
+        # Copies then run at the speed of memory from the first on.
+        session.pool.prefault()
+
+    def mark(self) -> bytes:
+        return b""
+
+    def load(self, session: Session, spec: LoadSpec, ready: bytes, stop: Stop) -> list[bool]:
+        found = session.retrieve(
+            spec.lease_id,
+            spec.first_chunk,
+            spec.end_chunk,
+            kv_worker_id=self._strategy.kv_worker_id,
+            reader=self._strategy.worker_id,
+            timeout=_LOAD_RPC_SECONDS,
+        )
+        filled = []
+        for result, (skip, block_ids) in zip(
+            found, split_blocks(spec, self._block_tokens), strict=True
+        ):
+            if result.status is ChunkStatus.RETRIEVED and result.location is not None:
+                with self._using(session):
+                    host = session.pool.array(result.location)
+                    begin = skip * self._copier.block_bytes
+                    end = begin + len(block_ids) * self._copier.block_bytes
+                    self._copier.scatter(host[begin:end], block_ids, stop)
+                filled.append(True)
+            else:
+                filled.append(False)
+        # Only locks that were still held after the copy prove that the bytes were the chunks'.
+        locks = cache_pb2.LockRange(
+            lease_id=spec.lease_id, first_chunk=spec.first_chunk, end_chunk=spec.end_chunk
+        )
+        request = cache_pb2.FreeLocksRequest(locks=[locks])
+        (released,) = _answer(session.submit(request), "FreeLocks", _LOAD_RPC_SECONDS).released
+        kept = released >= filled.count(True)
+        return [ok and kept for ok in filled]
+
+    def store(
+        self, session: Session, spec: StoreSpec, ready: bytes, stop: Stop
+    ) -> list[ChunkStatus]:
+        reservation = session.reserve(
+            spec.target.namespace,
+            spec.keys,
+            parent=spec.parent,
+            event_data=spec.event_data,
+            timeout=_STORE_RPC_SECONDS,
+        )
+        statuses = [chunk.status for chunk in reservation.chunks]
+        wanted = [i for i, status in enumerate(statuses) if status is ChunkStatus.RESERVED]
+        if not wanted:
+            return statuses
+        in_chunk = len(spec.block_ids) // len(spec.keys)
+        try:
+            for index in wanted:
+                location = reservation.chunks[index].location
+                if location is None:
+                    raise ValueError(f"the server reserved chunk {index} and did not say where")
+                block_ids = spec.block_ids[index * in_chunk : (index + 1) * in_chunk]
+                with self._using(session):
+                    self._copier.gather(block_ids, session.pool.array(location), stop)
+            if stop():
+                raise CopyStoppedError
+        except BaseException:
+            session.submit(cache_pb2.AbortRequest(reservation_id=reservation.id))
+            raise
+        sealed = session.commit(reservation, wanted, timeout=_STORE_RPC_SECONDS)
+        for index, status in zip(wanted, sealed, strict=True):
+            statuses[index] = status
+        return statuses
+
+    def wait_for_end(self, session: Session) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: session not in self._running, _STOP_SECONDS):
+                _log.error("a copy goes on after the end of its session")
+
+    @contextmanager
+    def _using(self, session: Session) -> Iterator[None]:
+        with self._changed:
+            self._running[session] = self._running.get(session, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running[session] -= 1
+                if not self._running[session]:
+                    del self._running[session]
+                    self._changed.notify_all()
+
+
+class DeviceTransfers(Transfers):
+    """Has the server copy between its pool and this worker's GPU memory."""
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        block_tokens: int,
+        device: torch.device,
+        strategy: ParallelStrategy,
+    ) -> None:
+        from kvdock_vllm.device_memory import ReadyEvents
+
+        self._layout = layout
+        self._block_tokens = block_tokens
+        self._device = device
+        self._strategy = strategy
+        self._events = ReadyEvents(device)
+        self._lock = threading.Lock()
+        self._registered: tuple[Session, str] | None = None
+
+    def prepare(self, session: Session) -> None:
+        """The memory is handed over when its namespace is known: with the first load or store."""
+
+    def mark(self) -> bytes:
+        return self._events.record()
+
+    def load(self, session: Session, spec: LoadSpec, ready: bytes, stop: Stop) -> list[bool]:
+        assert spec.target is not None
+        self._register(session, spec.target.namespace, spec.target.chunk_tokens)
+        if stop():
+            raise CopyStoppedError
+        request = cache_pb2.RetrieveRequest(
+            lease_id=spec.lease_id,
+            first_chunk=spec.first_chunk,
+            end_chunk=spec.end_chunk,
+            kv_worker_id=self._strategy.kv_worker_id,
+            reader=self._strategy.worker_id,
+            block_ids=spec.block_ids,
+            skip_blocks=spec.skip_blocks,
+            ready_event=ready,
+            timeout_ms=round(_DEVICE_LOAD_SECONDS * 1000),
+        )
+        seconds = _DEVICE_LOAD_SECONDS + _PIECE_SECONDS
+        answer = _answer(session.submit(request), "Retrieve", seconds)
+        return [chunk.status == ChunkStatus.RETRIEVED.value for chunk in answer.chunks]
+
+    def store(
+        self, session: Session, spec: StoreSpec, ready: bytes, stop: Stop
+    ) -> list[ChunkStatus]:
+        self._register(session, spec.target.namespace, spec.target.chunk_tokens)
+        if stop():
+            raise CopyStoppedError
+        request = cache_pb2.StoreRequest(
+            namespace=spec.target.namespace,
+            parent_key=spec.parent,
+            keys=spec.keys,
+            block_ids=spec.block_ids,
+            ready_event=ready,
+            timeout_ms=round(_DEVICE_STORE_SECONDS * 1000),
+        )
+        seconds = _DEVICE_STORE_SECONDS + _PIECE_SECONDS
+        answer = _answer(session.submit(request), "Store", seconds)
+        return [ChunkStatus(status) for status in answer.statuses]
+
+    def wait_for_end(self, session: Session) -> None:
+        """The server lets go of the memory when the session's stream ends."""
+
+    def _register(self, session: Session, namespace: str, chunk_tokens: int) -> None:
+        """Hands the KV cache to the server, once a session and namespace."""
+        from kvdock_vllm.device_memory import ExportedGroup, export_memory
+
+        with self._lock:
+            if self._registered == (session, namespace):
+                return
+            group = ExportedGroup(None, self._layout, chunk_tokens // self._block_tokens)
+            ordinal = self._device.index or 0
+            allocations, groups = export_memory([group], ordinal)
+            registration = session.register_memory(
+                namespace,
+                allocations,
+                groups,
+                mode=TransferMode.SERVER,
+                timeout=_REGISTER_SECONDS,
+            )
+            self._registered = (session, namespace)
+            _log.info("KVDock copies by the server: %s", registration.reason)
+
+
+def split_blocks(spec: LoadSpec, block_tokens: int) -> list[tuple[int, tuple[int, ...]]]:
+    """For each chunk of a load: how many of its blocks to skip, and the blocks to fill."""
+    assert spec.target is not None
+    in_chunk = spec.target.chunk_tokens // block_tokens
+    chunks = []
+    taken, skip = 0, spec.skip_blocks
+    for _ in range(spec.first_chunk, spec.end_chunk):
+        block_ids = spec.block_ids[taken : taken + in_chunk - skip]
+        chunks.append((skip, block_ids))
+        taken += len(block_ids)
+        skip = 0
+    return chunks
+
+
+def _answer(future: Future[T], verb: str, seconds: float) -> T:
+    """The answer of a request that was submitted. Raises DeadlineExceeded if it does not come."""
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if not future.cancel():
+            return future.result()
+        raise DeadlineExceeded(f"the server did not answer {verb} within {seconds:g} s") from None
