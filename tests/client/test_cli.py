@@ -305,3 +305,92 @@ def test_doctor_and_plugins_that_are_filtered_out(doctor: Any) -> None:
     if "vLLM plugin" in findings:
         assert status == 1
         assert "add kvdock to VLLM_PLUGINS" in findings["vLLM plugin"]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        # A file stays mapped while a failing call still holds views of it.
+        (["put", "n", "ab" * 32, "--file", "DATA"], 1, "not registered"),
+        (["put", "n", "ab" * 32, "--file", "DATA", "--register", "--group", "-1"], 2, "-1"),
+        (["put", "n m", "ab" * 32, "--file", "DATA", "--register"], 2, "without space"),
+        (["put", "n", "ab" * 32, "--file", "DATA", "--parent", "xyz"], 2, "not hexadecimal"),
+        (["put", "n", "ab" * 32, "--file", "DATA", "--address", "/nowhere"], 1, "kvdock serve"),
+    ],
+)
+def test_a_put_that_fails_says_why(
+    server: Any, data: Path, arguments: list[str], status: int, message: str
+) -> None:
+    done = kvdock(server.address, *(data if word == "DATA" else word for word in arguments))
+
+    assert done.returncode == status, done.stderr.decode()
+    assert message in done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[1, 2.5]", "2.5 is no integer"),
+        (b"[1, true]", "true is no integer"),
+        (b'[1, "2"]', '"2" is no integer'),
+        (b"[[1]]", "[1] is no integer"),
+        (b"[1, -1]", "token_ids[1] is -1"),
+        (b"1 2.5", "2.5"),
+        (b"\xff\xfe", "no text"),
+        (b"[" * 100_000, "no token ids"),
+    ],
+)
+def test_what_is_no_token_is_refused(server: Any, text: bytes, message: str) -> None:
+    done = kvdock(server.address, "lookup", "n", "--tokens", "-", "--chunk-tokens", "1", stdin=text)
+
+    assert done.returncode == 2, done.stderr.decode()
+    assert message in done.stderr.decode()
+    assert "stdin" in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    "option", [["--timeout", "0"], ["--timeout", "nan"], ["--chunk-tokens", "0"]]
+)
+def test_numbers_that_mean_nothing_are_refused(server: Any, option: list[str]) -> None:
+    done = kvdock(server.address, "lookup", "n", "ab" * 32, *option)
+
+    assert done.returncode == 2
+    assert f"{option[1]} is not a positive number" in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("kvdock status > /dev/full", 1, "kvdock: [Errno 28] No space left on device\n"),
+        ("kvdock get n --tokens T > /dev/full", 1, "kvdock: [Errno 28] No space left on device\n"),
+        ("kvdock status >&-", 0, ""),
+        ("kvdock doctor >&-", 0, ""),
+        ("kvdock get n --tokens T >&-", 0, ""),
+        ("kvdock lookup n zz 2>&-", 2, ""),
+        (
+            "kvdock put n --tokens T <&-",
+            2,
+            "kvdock: 0 bytes cannot be parted into 3 equal shards\n",
+        ),
+    ],
+)
+def test_full_and_closed_streams(
+    server: Any, data: Path, tokens: Path, line: str, status: int, message: str
+) -> None:
+    ok(server.address, "put", "n", "--register", "--tokens", tokens, "--file", data)
+    done = subprocess.run(
+        line.replace("kvdock", f"{sys.executable} -m kvdock", 1).replace(" T", f" {tokens}"),
+        shell=True,
+        stderr=subprocess.PIPE,
+        check=False,
+        env=os.environ | {"KVDOCK_ADDRESS": server.address},
+    )
+    assert (done.returncode, done.stderr.decode()) == (status, message)
+
+
+def test_an_empty_address_is_not_the_default_one(server: Any) -> None:
+    done = kvdock(server.address, "clear", "--all", "--address", "")
+
+    assert done.returncode == 2
+    assert b"address ''" in done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvdock.errors import InvalidArgument, KVDockError
 
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from kvdock.cli.arguments import parse
 
+    _replace_closed_streams()
     parsed = parse(arguments)
     try:
         status: int = parsed.run(parsed)
@@ -35,9 +37,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvdock: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever reads has seen enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever reads has seen enough.
+        _discard_stdout()
         return 0
+    except OSError as error:
+        _discard_stdout()
+        print(f"kvdock: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _replace_closed_streams() -> None:
+    """Puts /dev/null where Python found none of the standard streams (``>&-`` in a shell)."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+
+
+def _discard_stdout() -> None:
+    """Keeps Python from complaining once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

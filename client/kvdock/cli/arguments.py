@@ -43,7 +43,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     server.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=float,
+        type=_seconds,
         default=DEFAULT_TIMEOUT,
         help="how long to wait for an answer (%(default)g)",
     )
@@ -66,7 +66,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     keys.add_argument(
         "--chunk-tokens",
         metavar="N",
-        type=int,
+        type=_chunk_tokens,
         help="tokens a chunk (the namespace's own)",
     )
 
@@ -116,3 +116,22 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     check.set_defaults(run=doctor.run)
     return top, dict(subcommands.choices)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return seconds
+
+
+def _chunk_tokens(text: str) -> int:
+    tokens = int(text)
+    if tokens < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return tokens
+
+
+# What argparse calls them when a value is no number at all.
+_seconds.__name__ = "number"
+_chunk_tokens.__name__ = "whole number"

@@ -123,7 +123,8 @@ def put(arguments: argparse.Namespace) -> int:
     """``kvdock put``"""
     if arguments.file == arguments.tokens == inputs.STDIO:
         raise InvalidArgument("both --file and --tokens would be read from stdin")
-    with _client(arguments) as client, inputs.content(arguments.file) as content:
+    content = inputs.content(arguments.file)
+    with _client(arguments) as client:
         if arguments.register and not arguments.chunk_tokens:
             arguments.chunk_tokens = _DEFAULT_CHUNK_TOKENS
         keys = inputs.keys(client, arguments)

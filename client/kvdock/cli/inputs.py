@@ -27,17 +27,17 @@ def keys(client: Client, arguments: argparse.Namespace) -> list[bytes]:
         chunk_tokens = arguments.chunk_tokens or namespace(client, arguments.namespace).chunk_tokens
         try:
             made = chunk_keys(token_ids, chunk_tokens)
-        except ValueError as error:
-            raise InvalidArgument(f"{arguments.tokens}: {error}") from None
+        except (ValueError, TypeError) as error:
+            raise InvalidArgument(f"{_name(arguments.tokens)}: {error}") from None
         if not made:
             raise InvalidArgument(
-                f"{arguments.tokens} has {len(token_ids)} tokens, less than one chunk of "
+                f"{_name(arguments.tokens)} has {len(token_ids)} tokens, less than one chunk of "
                 f"{chunk_tokens}"
             )
         return made
     texts: Iterable[str] = arguments.keys
     if arguments.keys == [STDIO]:
-        texts = sys.stdin.read().split()
+        texts = _read_text(STDIO).split()
     return [key(text) for text in texts]
 
 
@@ -64,40 +64,50 @@ def namespace(client: Client, name: str) -> Namespace:
     )
 
 
-@contextlib.contextmanager
-def content(file: str) -> Iterator[memoryview]:
+def content(file: str) -> memoryview:
     """The bytes of a file, mapped where it can be; of stdin for ``-``."""
     if file == STDIO:
-        yield memoryview(sys.stdin.buffer.read())
-        return
-    try:
-        with Path(file).open("rb") as opened:
-            if Path(file).stat().st_size and Path(file).is_file():
-                with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
-                    view = memoryview(mapping)
-                    yield view
-                    view.release()
-            else:
-                yield memoryview(opened.read())
-    except OSError as error:
-        raise InvalidArgument(f"cannot read {file}: {error.strerror}") from error
+        return memoryview(sys.stdin.buffer.read())
+    with _reading(file), Path(file).open("rb") as opened:
+        if Path(file).is_file() and Path(file).stat().st_size:
+            # Unmapped with the last view of it, which a call that failed may still hold.
+            return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        return memoryview(opened.read())
 
 
 def _read_text(file: str) -> str:
-    if file == STDIO:
-        return sys.stdin.read()
+    with _reading(file):
+        encoded = sys.stdin.buffer.read() if file == STDIO else Path(file).read_bytes()
     try:
-        return Path(file).read_text()
+        return encoded.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{_name(file)} is no text: {error}") from None
+
+
+@contextlib.contextmanager
+def _reading(file: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise InvalidArgument(f"cannot read {file}: {error.strerror}") from error
+        raise InvalidArgument(f"cannot read {_name(file)}: {error.strerror}") from error
+
+
+def _name(file: str) -> str:
+    return "stdin" if file == STDIO else file
 
 
 def _token_ids(text: str, file: str) -> list[int]:
     try:
-        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
-        return [int(value) for value in values]
-    except (ValueError, TypeError) as error:
+        if not text.lstrip().startswith("["):
+            return [int(value) for value in text.split()]
+        values = json.loads(text)
+        for value in values:
+            # Not int(): it would make token 1 of 1.5, and of true.
+            if type(value) is not int:
+                raise ValueError(f"{json.dumps(value)} is no integer")
+        return list(values)
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(
-            f"{file} holds no token ids: {error}; write a JSON array, or integers with blanks "
-            f"between"
+            f"{_name(file)} holds no token ids: {error}; write a JSON array, or integers with "
+            f"blanks between"
         ) from None
