@@ -6,16 +6,21 @@ registration of the same file in protobuf's pool where that dependency is instal
 
 from __future__ import annotations
 
+from kvdock.errors import InvalidArgument
+
 CHECK = "/grpc.health.v1.Health/Check"
 
 _SERVICE_FIELD = b"\x0a"  # field 1, length-delimited
+_LONGEST_NAME = 127  # Its length is then one byte.
 _STATUS_FIELD = b"\x08"  # field 1, varint
 _STATUS_NAMES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 
 
 def request(service: str) -> bytes:
-    """Serialized HealthCheckRequest. ``service`` has at most 127 bytes."""
+    """Serialized HealthCheckRequest. ``service`` is shorter than 128 bytes, as names there are."""
     name = service.encode()
+    if len(name) > _LONGEST_NAME:
+        raise InvalidArgument(f"a service's name has at most {_LONGEST_NAME} bytes: {service!r}")
     return _SERVICE_FIELD + bytes([len(name)]) + name if name else b""
 
 

@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvdock._verbs import check_size, event_data_messages
+from kvdock._verbs import check_size, event_data_messages, within_limits
 from kvdock.errors import InvalidArgument, WrongLength
 from kvdock.types import ChunkEventData, ChunkStatus
 from kvdock.v1 import cache_pb2, types_pb2
@@ -72,16 +72,17 @@ class PutTransfer:
         self._shards = [memoryview(shard).cast("B") for shard in shards]
         self._admitted: list[int] = []
         self._statuses = [ChunkStatus.FAILED] * len(keys)
-        opening = cache_pb2.PutRequest(
-            open=cache_pb2.PutOpen(
-                namespace=namespace,
-                group_idx=group_idx,
-                kv_worker_id=kv_worker_id,
-                parent_key=parent,
-                keys=keys,
-                event_data=event_data_messages(event_data),
+        with within_limits("put"):
+            opening = cache_pb2.PutRequest(
+                open=cache_pb2.PutOpen(
+                    namespace=namespace,
+                    group_idx=group_idx,
+                    kv_worker_id=kv_worker_id,
+                    parent_key=parent,
+                    keys=keys,
+                    event_data=event_data_messages(event_data),
+                )
             )
-        )
         check_size(opening)
         self.open: bytes = opening.SerializeToString()
         """First message to send, serialized."""
@@ -148,13 +149,14 @@ class GetTransfer:
         self._chunks = [io.BytesIO() for _ in keys] if buffers is None else []
         self._received = [0] * len(keys)
         self._complete = [False] * len(keys)
-        self.request = cache_pb2.GetRequest(
-            namespace=namespace,
-            group_idx=group_idx,
-            kv_worker_id=kv_worker_id,
-            keys=keys,
-            message_bytes=MESSAGE_BYTES,
-        )
+        with within_limits("get"):
+            self.request = cache_pb2.GetRequest(
+                namespace=namespace,
+                group_idx=group_idx,
+                kv_worker_id=kv_worker_id,
+                keys=keys,
+                message_bytes=MESSAGE_BYTES,
+            )
         """The message to send."""
         check_size(self.request)
 

@@ -7,9 +7,11 @@ these. Nothing here does I/O. What a function's arguments mean stands at the met
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -34,6 +36,9 @@ from kvdock.types import (
     TransferMode,
 )
 from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
+
+# A year; some clocks end with the century.
+_LONGEST_TIMEOUT = 365 * 86_400.0
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -61,11 +66,32 @@ def check_size(message: Message) -> None:
         )
 
 
-def milliseconds(seconds: float | None) -> int:
-    """0, which stands for the server's default, if None."""
-    return 0 if seconds is None else max(1, round(seconds * 1000))
+@contextlib.contextmanager
+def within_limits(call: str) -> Iterator[None]:
+    """Turns what protobuf raises for a value that its field cannot hold into InvalidArgument."""
+    try:
+        yield
+    except (ValueError, OverflowError) as error:
+        raise InvalidArgument(f"{call} got a value that cannot be sent: {error}") from error
 
 
+def limited(timeout: float) -> float:
+    """A number of seconds that every clock can hold. Raises InvalidArgument for NaN."""
+    if math.isnan(timeout):
+        raise InvalidArgument("timeout is NaN: give a number of seconds")
+    return min(timeout, _LONGEST_TIMEOUT)
+
+
+def milliseconds(ttl: float | None) -> int:
+    """Of so many seconds; 0, which stands for the server's default, if None."""
+    if ttl is None:
+        return 0
+    if ttl <= 0:
+        raise InvalidArgument(f"ttl is {ttl:g} s: give a positive number, or None for the default")
+    return max(1, round(ttl * 1000))
+
+
+@within_limits("session")
 def open_session(
     engine_id: str | None,
     role: SessionRole | str,
@@ -90,6 +116,7 @@ def open_session(
     )
 
 
+@within_limits("register_namespace")
 def register_namespace(
     namespace: Namespace,
 ) -> Call[cache_pb2.RegisterNamespaceRequest, cache_pb2.RegisterNamespaceResponse, bool]:
@@ -99,6 +126,7 @@ def register_namespace(
     )
 
 
+@within_limits("lookup")
 def lookup(
     namespace: str, keys: Sequence[bytes], readers: int, probe: bool, ttl: float | None
 ) -> Call[cache_pb2.LookupRequest, cache_pb2.LookupResponse, Hit]:
@@ -114,6 +142,7 @@ def lookup(
     )
 
 
+@within_limits("free_locks")
 def free_locks(
     lease: Lease | int, first: int, end: int, reader: int | None, group_idx: int | None
 ) -> Call[cache_pb2.FreeLocksRequest, cache_pb2.FreeLocksResponse, int]:
@@ -127,6 +156,7 @@ def free_locks(
     return Call(cache_pb2.FreeLocksRequest(locks=[locks]), lambda response: sum(response.released))
 
 
+@within_limits("reserve")
 def reserve(
     namespace: str,
     keys: Sequence[bytes],
@@ -146,6 +176,7 @@ def reserve(
     )
 
 
+@within_limits("commit")
 def commit(
     reservation: Reservation | int, chunks: Sequence[int] | None
 ) -> Call[cache_pb2.CommitRequest, cache_pb2.CommitResponse, list[ChunkStatus]]:
@@ -158,6 +189,7 @@ def commit(
     )
 
 
+@within_limits("abort")
 def abort(
     reservation: Reservation | int,
 ) -> Call[cache_pb2.AbortRequest, cache_pb2.AbortResponse, int]:
@@ -167,6 +199,7 @@ def abort(
     )
 
 
+@within_limits("store")
 def store(
     namespace: str,
     keys: Sequence[bytes],
@@ -190,6 +223,7 @@ def store(
     )
 
 
+@within_limits("retrieve")
 def retrieve(
     lease: Lease | int,
     first: int,
@@ -217,6 +251,7 @@ def retrieve(
     )
 
 
+@within_limits("register_memory")
 def register_memory(
     namespace: str,
     allocations: Sequence[DeviceAllocation],
@@ -240,14 +275,17 @@ def status() -> Call[admin_pb2.StatusRequest, admin_pb2.StatusResponse, admin_pb
     return Call(admin_pb2.StatusRequest(), lambda response: response)
 
 
+@within_limits("chunks")
 def list_chunks(namespace: str) -> admin_pb2.ListChunksRequest:
     return admin_pb2.ListChunksRequest(namespace=namespace)
 
 
+@within_limits("clear")
 def clear(namespace: str) -> Call[admin_pb2.ClearRequest, admin_pb2.ClearResponse, int]:
     return Call(admin_pb2.ClearRequest(namespace=namespace), lambda response: response.parts)
 
 
+@within_limits("evict")
 def evict(nbytes: int) -> Call[admin_pb2.EvictRequest, admin_pb2.EvictResponse, Evicted]:
     return Call(
         admin_pb2.EvictRequest(bytes=nbytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -17,7 +18,13 @@ from kvdock._inline import PUT_METHOD, GetTransfer, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address, default_address, parse
 from kvdock.channel import Options, options
-from kvdock.errors import DeadlineExceeded, Unavailable, from_rpc_error
+from kvdock.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    ServerError,
+    Unavailable,
+    from_rpc_error,
+)
 from kvdock.events.messages import (
     MISSED_SIGNS,
     PROGRESS_INTERVAL,
@@ -74,8 +81,9 @@ class Client:
         timeout: float = DEFAULT_TIMEOUT,
         channel_options: Options = (),
     ) -> None:
-        self.address: Address = parse(address or default_address())
+        self.address: Address = parse(default_address() if address is None else address)
         self.timeout = timeout
+        self._pid = os.getpid()
         self._channel = grpc.insecure_channel(
             self.address.target, [*options(self.address), *channel_options]
         )
@@ -85,7 +93,7 @@ class Client:
         self._open_session = session_pb2_grpc.SessionServiceStub(self._channel).Session
         self._check_health = self._channel.unary_unary(
             _health.CHECK,
-            request_serializer=_health.request,
+            request_serializer=None,
             response_deserializer=_health.status,
         )
         # Takes serialized requests: see kvdock._inline.
@@ -171,6 +179,8 @@ class Client:
             kv_worker_id=kv_worker_id,
             event_data=event_data,
         )
+        # What progress raised: for our caller, not for gRPC, which would only cancel the call.
+        faults: list[Exception] = []
         answered = threading.Event()
 
         def requests() -> Iterator[bytes]:
@@ -181,7 +191,11 @@ class Client:
                 yield message
                 idle.touch()
                 if progress is not None:
-                    progress(nbytes)
+                    try:
+                        progress(nbytes)
+                    except Exception as fault:
+                        faults.append(fault)
+                        return
 
         with self._errors():
             responses = self._put(requests())
@@ -193,6 +207,8 @@ class Client:
                     answered.set()
             finally:
                 answered.set()
+        if faults:
+            raise faults[0]
         return transfer.result()
 
     def get(
@@ -254,12 +270,11 @@ class Client:
 
         Raises UnknownNamespace.
         """
+        request = _verbs.list_chunks(namespace)
         with self._errors():
-            responses = self._admin.ListChunks(_verbs.list_chunks(namespace))
-        with self._stream(responses, timeout) as idle:
-            for response in responses:
-                idle.touch()
-                yield from map(PartStatus.from_proto, response.parts)
+            responses = self._admin.ListChunks(request)
+        for response in self._each(responses, timeout):
+            yield from map(PartStatus.from_proto, response.parts)
 
     def events(
         self,
@@ -277,12 +292,9 @@ class Client:
         request = stream_request(start, only or Filter(), progress_interval)
         with self._errors():
             responses = self._events.StreamKVEvents(request)
-        with self._stream(responses, max(MISSED_SIGNS * progress_interval, self.timeout)) as idle:
-            for response in responses:
-                idle.paused = True
-                yield message_from_proto(response)
-                idle.touch()
-                idle.paused = False
+        seconds = max(MISSED_SIGNS * progress_interval, self.timeout)
+        for response in self._each(responses, seconds):
+            yield message_from_proto(response)
 
     def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
         """Makes all in a namespace, or in all of them, invisible. Returns how many parts."""
@@ -294,9 +306,15 @@ class Client:
 
     def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """``SERVING`` or ``NOT_SERVING``, of one service or of the server as a whole."""
-        with self._errors():
-            status: str = self._check_health(service, timeout=self._seconds(timeout))
-            return status
+        request = _health.request(service)
+        try:
+            with self._errors():
+                status: str = self._check_health(request, timeout=self._seconds(timeout))
+        except ServerError as error:
+            if error.code is not grpc.StatusCode.NOT_FOUND:
+                raise
+            raise InvalidArgument(f"the server has no service {service!r}") from error
+        return status
 
     def session(
         self,
@@ -330,6 +348,9 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection and every session made here. A second call does nothing."""
+        if os.getpid() != self._pid:
+            # The connection is the parent's: closing it here would close it there.
+            return
         for session in list(self._sessions):
             session.close()
         self._channel.close()
@@ -366,6 +387,17 @@ class Client:
                 if progress is not None:
                     progress(moved)
 
+    def _each(
+        self, responses: grpc.CallIterator[Response], timeout: float | None
+    ) -> Generator[Response, None, None]:
+        """A stream's messages, for a reader that may take its time between them."""
+        with self._stream(responses, timeout) as idle:
+            for response in responses:
+                idle.paused = True
+                yield response
+                idle.touch()
+                idle.paused = False
+
     def _start_session(
         self, requests: Iterator[session_pb2.SessionRequest]
     ) -> grpc.CallIterator[session_pb2.SessionResponse]:
@@ -375,6 +407,12 @@ class Client:
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         """Translates what gRPC raises when a call starts or fails."""
+        if os.getpid() != self._pid:
+            # gRPC would write into the parent's connection.
+            raise Unavailable(
+                f"this client belongs to process {self._pid}, this is its fork {os.getpid()}: make "
+                f"another here"
+            )
         try:
             yield
         except grpc.RpcError as error:
@@ -400,4 +438,4 @@ class Client:
                 call.cancel()
 
     def _seconds(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else timeout
+        return _verbs.limited(self.timeout if timeout is None else timeout)

@@ -194,6 +194,7 @@ CLASS_OF_REASON: dict[str, type[KVDockError]] = {
 
 _CLASS_OF_CODE: dict[grpc.StatusCode, type[KVDockError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.CANCELLED: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
 }
@@ -220,6 +221,9 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
             f"no KVDock server answers at {server}: {cause}. Start one with `kvdock serve`, or say "
             f"where it is with KVDOCK_ADDRESS"
         )
+    elif code is grpc.StatusCode.CANCELLED:
+        # Nobody but this side cancels, and what cancels a call for its caller says so itself.
+        message = f"the call to {server} ended when its client was closed; make another client"
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
         message = f"the server at {server} did not answer in time: {message}"
     return _make(code, reason, message)

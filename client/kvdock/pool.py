@@ -83,9 +83,10 @@ class Pool:
         if segment is None:
             segment = self._map(location.segment_id)
         end = location.offset + location.length
-        if location.offset < 0 or end > segment.nbytes:
+        if not 0 <= location.offset <= end <= segment.nbytes:
             raise InvalidArgument(
-                f"{location} ends past segment {location.segment_id} of {segment.nbytes:,} bytes"
+                f"{location} is not within segment {location.segment_id} of {segment.nbytes:,} "
+                f"bytes"
             )
         return segment[location.offset : end]
 

@@ -309,7 +309,7 @@ class Session:
         self.close()
 
     def _call(self, call: Call[Request, Response, Result], timeout: float | None) -> Result:
-        seconds = self._timeout if timeout is None else timeout
+        seconds = self._timeout if timeout is None else _verbs.limited(timeout)
         return call.read(self._result(call.request, seconds))
 
     def _result(self, request: Message, timeout: float) -> Any:
@@ -323,8 +323,12 @@ class Session:
                 f"the server at {self._address} did not answer {type(request).__name__} within "
                 f"{timeout:g} s"
             ) from None
+        except KVDockError:
+            raise
         except BaseException:
-            future.cancel()
+            # Ctrl-C, for one. The answer may have come at the same moment.
+            if not future.cancel() and future.exception() is None:
+                self._stream.give_back(future.result())
             raise
 
 
@@ -418,7 +422,12 @@ class _Stream:
                 self._expire(answer)
         elif wanted:
             future.set_result(answer)
-        elif (giving_back := undo(answer)) is not None:
+        else:
+            self.give_back(answer)
+
+    def give_back(self, answer: Message) -> None:
+        """Undoes what an answer granted that nobody takes."""
+        if (giving_back := undo(answer)) is not None:
             self.submit(giving_back)
 
     def _heartbeat(self, interval: float) -> None:

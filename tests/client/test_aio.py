@@ -200,3 +200,70 @@ def test_a_loop_that_stops_with_an_open_session_leaves_no_task(server: Any) -> N
     kept: list[kvdock.aio.Session] = []
     asyncio.run(leave_it_open())
     assert not kept[0].alive
+
+
+async def test_an_answer_that_comes_as_its_caller_is_cancelled_is_undone(
+    client: kvdock.aio.Client, prompt: Any
+) -> None:
+    await client.put("test", prompt.keys, prompt.shards)
+    async with await client.session() as session:
+        waiting = asyncio.create_task(session.lookup("test", prompt.keys))
+        await asyncio.sleep(0)
+        ((_, answer),) = session._stream._protocol._pending.values()
+        while not answer.done():  # noqa: ASYNC110, since not one turn may be missed
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+        assert answer.result().lease_id
+        await session.lookup("test", prompt.keys, probe=True)  # answered after what was before
+        assert (await client.status()).index.leases == 0
+
+
+async def test_a_reader_of_the_listing_may_take_its_time(client: kvdock.aio.Client) -> None:
+    tiny = kvdock.Namespace("tiny", 1, 1, (kvdock.Group((1,)),))
+    await client.register_namespace(tiny)
+    keys = [number.to_bytes(32) for number in range(12_000)]
+    await client.put("tiny", keys, [b"."] * len(keys))
+
+    count = 0
+    async for _ in client.chunks("tiny", timeout=0.2):
+        if count == 0:
+            await asyncio.sleep(0.6)
+        count += 1
+    assert count == len(keys)
+
+
+async def test_a_call_under_way_learns_that_its_client_was_closed(server: Any, prompt: Any) -> None:
+    client = kvdock.aio.Client(server.address)
+    await client.status()
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        calls = [
+            asyncio.create_task(call)
+            for call in (
+                client.status(),
+                client.namespaces(),
+                client.get("test", prompt.keys),
+                client.put("test", prompt.keys, prompt.shards),
+                client.session(),
+            )
+        ]
+        await asyncio.sleep(0.3)
+        await client.close()
+        for call in calls:
+            with pytest.raises(errors.Unavailable, match="closed"):
+                await call
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+async def test_what_progress_raises_comes_to_the_caller(
+    client: kvdock.aio.Client, prompt: Any
+) -> None:
+    def fail(nbytes: int) -> None:
+        raise LookupError(nbytes)
+
+    with pytest.raises(LookupError):
+        await client.put("test", prompt.keys, prompt.shards, progress=fail)

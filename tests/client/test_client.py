@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
 import socket
@@ -187,3 +188,101 @@ def test_a_proxy_is_passed_by_on_the_way_to_this_host(
 
     with kvdock.Client(f"127.0.0.1:{port}") as client:
         assert client.status().pid == server.process.pid
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e18])
+def test_a_timeout_may_be_longer_than_a_clock_can_count(
+    client: kvdock.Client, timeout: float
+) -> None:
+    client.status(timeout=timeout)
+    client.namespaces(timeout=timeout)
+    with client.session(timeout=timeout) as session:
+        session.lookup("test", [bytes(32)], timeout=timeout)
+
+
+def test_values_that_cannot_be_sent_are_refused_like_any_others(
+    client: kvdock.Client, prompt: Any
+) -> None:
+    nan = float("nan")
+    with client.session() as session:
+        for call in (
+            lambda: client.lookup("test", prompt.keys, readers=-1),
+            lambda: client.lookup("\udcff", prompt.keys),
+            lambda: client.lookup("test", prompt.keys, ttl=nan),
+            lambda: client.lookup("test", prompt.keys, ttl=-1),
+            lambda: client.lookup("test", prompt.keys, ttl=1e9),
+            lambda: client.put("test", prompt.keys, prompt.shards, group_idx=-1),
+            lambda: client.get("test", prompt.keys, kv_worker_id=1 << 40),
+            lambda: client.free_locks(1 << 64),
+            lambda: client.evict(-1),
+            lambda: client.session(worker_id=-1),
+            lambda: client.register_namespace(kvdock.Namespace("n", -1, 1, ())),
+            lambda: list(client.events(progress_interval=nan)),
+            lambda: client.status(timeout=nan),
+            lambda: client.health("x" * 200),
+            lambda: client.health("no-such-service"),
+            lambda: session.retrieve(-1),
+            lambda: session.lookup("test", prompt.keys, timeout=nan),
+        ):
+            with pytest.raises(errors.InvalidArgument):
+                call()
+    assert not client.status().index.leases
+
+
+def test_what_progress_raises_comes_to_the_caller(client: kvdock.Client, prompt: Any) -> None:
+    def fail(nbytes: int) -> None:
+        raise LookupError(nbytes)
+
+    with pytest.raises(LookupError):
+        client.put("test", prompt.keys, prompt.shards, progress=fail)
+    client.put("test", prompt.keys, prompt.shards)
+    with pytest.raises(LookupError):
+        client.get("test", prompt.keys, progress=fail)
+
+
+def test_a_reader_of_the_listing_may_take_its_time(client: kvdock.Client) -> None:
+    tiny = kvdock.Namespace("tiny", 1, 1, (kvdock.Group((1,)),))
+    client.register_namespace(tiny)
+    keys = [number.to_bytes(32) for number in range(12_000)]
+    client.put("tiny", keys, [b"."] * len(keys))
+
+    parts = client.chunks("tiny", timeout=0.2)
+    next(parts)
+    time.sleep(0.6)
+    assert sum(1 for _ in parts) == len(keys) - 1
+
+
+def test_a_call_under_way_learns_that_its_client_was_closed(server: Any, prompt: Any) -> None:
+    client = kvdock.Client(server.address)
+    client.status()
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            calls = [
+                threads.submit(client.status),
+                threads.submit(client.namespaces),
+                threads.submit(client.get, "test", prompt.keys),
+            ]
+            time.sleep(0.3)
+            client.close()
+            for call in calls:
+                with pytest.raises(errors.Unavailable, match="closed"):
+                    call.result()
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+def test_a_fork_is_told_to_make_its_own(client: kvdock.Client) -> None:
+    client.status()
+
+    child = os.fork()
+    if child == 0:
+        try:
+            client.status()
+        except errors.Unavailable as error:
+            client.close()
+            os._exit(0 if "fork" in error.message else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    client.status()

@@ -74,9 +74,11 @@ def test_the_mapping_ends_with_the_last_view(pool: Pool, segment: Segment) -> No
     assert mappings_of(segment) == 0
 
 
-@pytest.mark.parametrize("location", [Location(3, NBYTES - 1, 2), Location(3, -1, 1)])
+@pytest.mark.parametrize(
+    "location", [Location(3, NBYTES - 1, 2), Location(3, -1, 1), Location(3, 9, -5)]
+)
 def test_a_location_outside_the_segment_is_refused(pool: Pool, location: Location) -> None:
-    with pytest.raises(InvalidArgument, match="past segment 3"):
+    with pytest.raises(InvalidArgument, match="not within segment 3"):
         pool.view(location)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -311,3 +313,22 @@ def test_a_callback_that_raises_or_closes_harms_nothing(
 
     wait_until(lambda: "of the caller" in caplog.text)
     wait_until(lambda: not [thread for thread in threading.enumerate() if "kvdock" in thread.name])
+
+
+def test_an_answer_that_comes_as_its_caller_is_interrupted_is_undone(
+    client: kvdock.Client, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.session(role="worker") as session:
+        store(session, prompt)
+
+        def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
+            monkeypatch.undo()
+            concurrent.futures.wait([future])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.lookup("test", prompt.keys)
+
+        session.lookup("test", prompt.keys, probe=True)  # answered after what was before
+        assert client.status().index.leases == 0

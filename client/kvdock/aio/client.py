@@ -23,7 +23,13 @@ from kvdock.address import Address, default_address, parse
 from kvdock.aio.session import Session
 from kvdock.channel import Options, options
 from kvdock.client import DEFAULT_TIMEOUT, Progress
-from kvdock.errors import DeadlineExceeded, Unavailable, from_rpc_error
+from kvdock.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    ServerError,
+    Unavailable,
+    from_rpc_error,
+)
 from kvdock.events.messages import (
     MISSED_SIGNS,
     PROGRESS_INTERVAL,
@@ -68,7 +74,7 @@ class Client:
         timeout: float = DEFAULT_TIMEOUT,
         channel_options: Options = (),
     ) -> None:
-        self.address: Address = parse(address or default_address())
+        self.address: Address = parse(default_address() if address is None else address)
         self.timeout = timeout
         self._channel = grpc.aio.insecure_channel(
             self.address.target, [*options(self.address), *channel_options]
@@ -77,7 +83,7 @@ class Client:
         self._open_session = session_pb2_grpc.SessionServiceStub(self._channel).Session
         self._check_health = self._channel.unary_unary(
             _health.CHECK,
-            request_serializer=_health.request,
+            request_serializer=None,
             response_deserializer=_health.status,
         )
         # Takes serialized requests: see kvdock._inline.
@@ -148,6 +154,8 @@ class Client:
             kv_worker_id=kv_worker_id,
             event_data=event_data,
         )
+        # What progress raised: for our caller, not for gRPC, which would only cancel the call.
+        faults: list[Exception] = []
         answered = asyncio.Event()
 
         async def requests() -> AsyncIterator[bytes]:
@@ -158,7 +166,11 @@ class Client:
                 yield message
                 touch()
                 if progress is not None:
-                    progress(nbytes)
+                    try:
+                        progress(nbytes)
+                    except Exception as fault:
+                        faults.append(fault)
+                        return
 
         with self._errors():
             responses = self._put(requests())
@@ -170,6 +182,8 @@ class Client:
                     answered.set()
             finally:
                 answered.set()
+        if faults:
+            raise faults[0]
         return transfer.result()
 
     async def get(
@@ -224,12 +238,12 @@ class Client:
         self, namespace: str, *, timeout: float | None = None
     ) -> AsyncIterator[PartStatus]:
         """As :meth:`kvdock.Client.chunks`."""
+        request = _verbs.list_chunks(namespace)
         with self._errors():
-            responses = self._admin.ListChunks(_verbs.list_chunks(namespace))
-        async with self._stream(responses, timeout) as touch:
-            async for response in responses:
-                touch()
-                for part in response.parts:
+            responses = self._admin.ListChunks(request)
+        async with contextlib.aclosing(self._each(responses, self._seconds(timeout))) as messages:
+            async for message in messages:
+                for part in message.parts:
                     yield PartStatus.from_proto(part)
 
     async def events(
@@ -243,22 +257,10 @@ class Client:
         request = stream_request(start, only or Filter(), progress_interval)
         seconds = max(MISSED_SIGNS * progress_interval, self.timeout)
         with self._errors():
-            call = self._events.StreamKVEvents(request)
-        responses = aiter(call)
-        try:
-            while True:
-                try:
-                    # Limits the pauses of the stream, not the reader's.
-                    with self._errors():
-                        async with asyncio.timeout(seconds):
-                            response = await anext(responses, None)
-                except TimeoutError:
-                    raise DeadlineExceeded(f"{self.address} was silent for {seconds:g} s") from None
-                if response is None:
-                    return
-                yield message_from_proto(response)
-        finally:
-            call.cancel()
+            responses = self._events.StreamKVEvents(request)
+        async with contextlib.aclosing(self._each(responses, seconds)) as messages:
+            async for message in messages:
+                yield message_from_proto(message)
 
     async def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
         """As :meth:`kvdock.Client.clear`."""
@@ -270,9 +272,15 @@ class Client:
 
     async def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """As :meth:`kvdock.Client.health`."""
-        with self._errors():
-            status: str = await self._check_health(service, timeout=self._seconds(timeout))
-            return status
+        request = _health.request(service)
+        try:
+            with self._errors():
+                status: str = await self._check_health(request, timeout=self._seconds(timeout))
+        except ServerError as error:
+            if error.code is not grpc.StatusCode.NOT_FOUND:
+                raise
+            raise InvalidArgument(f"the server has no service {service!r}") from error
+        return status
 
     async def session(
         self,
@@ -337,6 +345,25 @@ class Client:
                 if progress is not None:
                     progress(moved)
 
+    async def _each(
+        self, call: grpc.aio.UnaryStreamCall[Request, Response], seconds: float
+    ) -> AsyncGenerator[Response, None]:
+        """A stream's messages, for a reader that may take its time between them."""
+        responses = aiter(call)
+        try:
+            while True:
+                try:
+                    with self._errors():
+                        async with asyncio.timeout(seconds):
+                            response = await anext(responses, None)
+                except TimeoutError:
+                    raise DeadlineExceeded(f"{self.address} was silent for {seconds:g} s") from None
+                if response is None:
+                    return
+                yield response
+        finally:
+            call.cancel()
+
     def _start_session(
         self, requests: AsyncIterator[session_pb2.SessionRequest]
     ) -> grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]:
@@ -353,6 +380,11 @@ class Client:
         except grpc.aio.UsageError as error:
             # What gRPC raises if the channel was closed.
             raise Unavailable("this client was closed; make another") from error
+        except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
+            # What gRPC raises in whoever waits when the channel is closed.
+            raise Unavailable("this client was closed; make another") from None
 
     @contextlib.asynccontextmanager
     async def _stream(
@@ -370,17 +402,22 @@ class Client:
                 limit.reschedule(loop.time() + seconds)
 
         try:
-            async with asyncio.timeout(seconds) as limit:
-                try:
-                    yield touch
-                finally:
-                    call.cancel()
+            with self._errors():
+                async with asyncio.timeout(seconds) as limit:
+                    try:
+                        yield touch
+                    finally:
+                        call.cancel()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"nothing moved from or to {self.address} for {seconds:g} s"
             ) from None
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, str(self.address)) from error
 
     def _seconds(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else timeout
+        return _verbs.limited(self.timeout if timeout is None else timeout)
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody cancels the running task."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

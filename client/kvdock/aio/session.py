@@ -272,7 +272,7 @@ class Session:
         await self.close()
 
     async def _call(self, call: Call[Request, Response, Result], timeout: float | None) -> Result:
-        seconds = self._timeout if timeout is None else timeout
+        seconds = self._timeout if timeout is None else _verbs.limited(timeout)
         return call.read(await self._stream.result(call.request, seconds))
 
 
@@ -308,10 +308,18 @@ class Stream:
 
     async def result(self, request: Message, timeout: float) -> Any:
         """The answer to ``request``. Raises DeadlineExceeded after ``timeout`` seconds."""
+        future = self.submit(request)
         try:
             async with asyncio.timeout(timeout):
-                return await self.submit(request)
+                return await future
+        except asyncio.CancelledError:
+            # The answer may have come in the same turn of the loop.
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._give_back(future.result())
+            raise
         except TimeoutError:
+            if future.done() and not future.cancelled():
+                return future.result()
             raise DeadlineExceeded(
                 f"the server at {self._address} did not answer {type(request).__name__} within "
                 f"{timeout:g} s"
@@ -355,6 +363,7 @@ class Stream:
             if not self._call.cancelled():
                 self._call.cancel()
                 raise
+            error = SessionLost("the session ended: its client was closed")
         except Exception as fault:
             _log.exception("reading from the session's stream failed")
             error = ServerError(f"reading from the session's stream failed: {fault!r}")
@@ -374,7 +383,12 @@ class Stream:
                 self._tell_lost(answer)
         elif not future.cancelled():
             future.set_result(answer)
-        elif (giving_back := undo(answer)) is not None:
+        else:
+            self._give_back(answer)
+
+    def _give_back(self, answer: Message) -> None:
+        """Undoes what an answer granted that nobody takes."""
+        if (giving_back := undo(answer)) is not None:
             self.submit(giving_back)
 
     async def _heartbeat(self, interval: float) -> None:

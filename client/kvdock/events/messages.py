@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from kvdock._verbs import within_limits
 from kvdock.errors import InvalidArgument
 from kvdock.types import ChunkEventData, GroupKind
 from kvdock.v1 import events_pb2 as pb
@@ -224,12 +225,13 @@ def stream_request(
     start: Cursor | str, only: Filter, progress_interval: float
 ) -> pb.StreamKVEventsRequest:
     """The request for a stream from a cursor, ``"now"`` or ``"snapshot"``."""
-    request = pb.StreamKVEventsRequest(
-        namespaces=only.namespaces,
-        group_idx=only.group_idx,
-        medium=pb.Medium.ValueType(only.medium),
-        progress_interval_ms=round(progress_interval * 1000),
-    )
+    with within_limits("events"):
+        request = pb.StreamKVEventsRequest(
+            namespaces=only.namespaces,
+            group_idx=only.group_idx,
+            medium=pb.Medium.ValueType(only.medium),
+            progress_interval_ms=round(progress_interval * 1000),
+        )
     if isinstance(start, Cursor):
         request.after.CopyFrom(start.to_proto())
     elif start == "snapshot":
