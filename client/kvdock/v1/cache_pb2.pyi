@@ -466,6 +466,7 @@ class StoreRequest(google.protobuf.message.Message):
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     READY_EVENT_FIELD_NUMBER: builtins.int
     EVENT_DATA_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     """The worker's session. On a session stream, 0 is that stream's session."""
     namespace: builtins.str
@@ -476,6 +477,10 @@ class StoreRequest(google.protobuf.message.Message):
     """Key of the chunk before the first. Empty if the first is the first of a prompt."""
     ready_event: builtins.bytes
     """64-byte CUDA IPC event handle; the copy starts when the event is done. Empty: at once."""
+    timeout_ms: builtins.int
+    """Time after which the copy is given up; what is under way then ends with its piece, some
+    milliseconds later, and nothing touches the blocks any more. 0: none.
+    """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -501,9 +506,10 @@ class StoreRequest(google.protobuf.message.Message):
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
         ready_event: builtins.bytes = ...,
         event_data: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkEventData] | None = ...,
+        timeout_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "ready_event", b"ready_event", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "ready_event", b"ready_event", "session_id", b"session_id", "timeout_ms", b"timeout_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
@@ -548,6 +554,7 @@ class RetrieveRequest(google.protobuf.message.Message):
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     SKIP_BLOCKS_FIELD_NUMBER: builtins.int
     READY_EVENT_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     """The worker's session. 0: none, for a lease without session. On a session stream, 0 is that
     stream's session.
@@ -570,6 +577,8 @@ class RetrieveRequest(google.protobuf.message.Message):
     """Server mode: 64-byte CUDA IPC event handle; the copy starts when the event is done. Empty: at
     once.
     """
+    timeout_ms: builtins.int
+    """Server mode: as in StoreRequest."""
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Server mode: the engine's blocks to fill, from block skip_blocks of the first chunk on to the
@@ -589,9 +598,10 @@ class RetrieveRequest(google.protobuf.message.Message):
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
         skip_blocks: builtins.int = ...,
         ready_event: builtins.bytes = ...,
+        timeout_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "end_chunk", b"end_chunk", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_id", b"session_id", "skip_blocks", b"skip_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "end_chunk", b"end_chunk", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_id", b"session_id", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___RetrieveRequest: typing_extensions.TypeAlias = RetrieveRequest
