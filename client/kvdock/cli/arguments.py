@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvdock._version import __version__
 from kvdock.address import ENVIRONMENT_VARIABLE, default_address
-from kvdock.cli import commands, doctor
+from kvdock.cli import commands, doctor, events
 from kvdock.client import DEFAULT_TIMEOUT
 
 
@@ -105,6 +105,23 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     ls.add_argument("namespace", metavar="NAMESPACE", nargs="?")
     ls.set_defaults(run=commands.ls)
+
+    follow = subcommands.add_parser(
+        "events", parents=[server], help="what is cached and evicted, as it happens"
+    )
+    follow.add_argument(
+        "--from",
+        dest="start",
+        metavar="WHERE",
+        type=events.start_argument,
+        default="now",
+        help="now, snapshot (what is there, then the rest), or EPOCH:SEQUENCE (%(default)s)",
+    )
+    follow.add_argument(
+        "--namespace", metavar="NAME", action="append", default=[], help="only this one (all)"
+    )
+    follow.add_argument("--group", metavar="N", type=int, help="only this KV-cache group (all)")
+    follow.set_defaults(run=events.follow)
 
     clear = subcommands.add_parser("clear", parents=[server], help="forget what is stored")
     clear.add_argument("namespace", metavar="NAMESPACE", nargs="?", default="")

@@ -1,0 +1,118 @@
+"""``kvdock events``: what becomes cached and what ceases to be, as it happens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime
+
+from kvdock.cli import output
+from kvdock.client import Client
+from kvdock.errors import InvalidArgument
+from kvdock.events import (
+    Batch,
+    Compacted,
+    Cursor,
+    Event,
+    Filter,
+    Message,
+    Removed,
+    SnapshotPiece,
+    Stored,
+)
+
+_STARTS = ("now", "snapshot")
+
+# At least every so many seconds the server says that it is there.
+_PROGRESS_SECONDS = 5.0
+
+
+def follow(arguments: argparse.Namespace) -> int:
+    """Prints events until it is interrupted, or 1 if the server has lost the place to begin."""
+    start: Cursor | str = arguments.start
+    if start not in _STARTS:
+        start = Cursor.parse(arguments.start)
+    only = Filter(tuple(arguments.namespace), arguments.group)
+    show = _print_json if arguments.json else _print_line
+    with Client(arguments.address, timeout=arguments.timeout) as client:
+        for message in client.events(start, only=only, progress_interval=_PROGRESS_SECONDS):
+            if isinstance(message, Compacted):
+                print(
+                    f"kvdock: the log of {client.address} does not reach back to {start}: its "
+                    f"oldest place is {message.oldest}; --from snapshot begins with what is there",
+                    file=sys.stderr,
+                )
+                return 1
+            for event in _events(message):
+                show(message, event)
+            sys.stdout.flush()
+    return 0
+
+
+def start_argument(text: str) -> str:
+    """Checks what --from is given."""
+    if text not in _STARTS:
+        try:
+            Cursor.parse(text)
+        except InvalidArgument as error:
+            raise argparse.ArgumentTypeError(f"{error.message}, now or snapshot") from None
+    return text
+
+
+def _events(message: Message) -> tuple[Event, ...]:
+    match message:
+        case Batch():
+            return message.events
+        case SnapshotPiece():
+            return message.stored
+        case _:
+            return ()
+
+
+def _print_json(message: Message, event: Event) -> None:
+    """One object a line. Its cursor is where to resume after it."""
+    line: dict[str, object] = {
+        "cursor": str(_place(message, event)),
+        "event": type(event).__name__.lower(),
+        "namespace": event.namespace,
+    }
+    if isinstance(message, SnapshotPiece):
+        line["snapshot"] = True
+    if isinstance(event, Stored | Removed):
+        line["key"] = event.key.hex()
+        line["group_idx"] = event.group_idx
+        line["medium"] = output.enum_name(event.medium)
+    if isinstance(event, Stored):
+        line["parent_key"] = event.parent_key.hex()
+        line["kind"] = output.enum_name(event.kind)
+        line["window_tokens"] = event.window_tokens
+        if (data := event.data) is not None:
+            line["block_hashes"] = [one.hex() for one in data.block_hashes]
+            line["parent_block_hash"] = data.parent_block_hash.hex()
+            line["tokens"] = len(data.token_ids) // 4
+            line["block_size"] = data.block_size
+            line["lora_name"] = data.lora_name
+            line["hash_scheme"] = data.hash_scheme
+    if isinstance(event, Removed):
+        line["block_hashes"] = [one.hex() for one in event.block_hashes]
+    print(json.dumps(line))
+
+
+def _print_line(message: Message, event: Event) -> None:
+    when = ""
+    if isinstance(message, Batch):
+        when = datetime.fromtimestamp(message.unix_ms / 1000).strftime("%H:%M:%S.%f")[:-3]
+    what = type(event).__name__.lower()
+    key = event.key.hex() if isinstance(event, Stored | Removed) else "everything"
+    group = ""
+    if isinstance(event, Stored | Removed) and event.group_idx is not None:
+        group = f"  group {event.group_idx}"
+    print(f"{when:12}  {event.sequence:>10}  {what:7}  {key:64}  {event.namespace}{group}")
+
+
+def _place(message: Message, event: Event) -> Cursor:
+    # Until a snapshot is complete it cannot be resumed, so all of it is at its own cursor.
+    if isinstance(message, SnapshotPiece):
+        return message.cursor
+    return Cursor(message.cursor.epoch, event.sequence)

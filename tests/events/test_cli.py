@@ -1,0 +1,122 @@
+"""``kvdock events`` as a process, against a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvdock import ChunkEventData, Client, Group, Namespace
+
+SHARD = 4096
+KEYS = [bytes([number]) * 32 for number in range(1, 5)]
+
+
+@pytest.fixture
+def server_with_log(start_server: Callable[..., Any]) -> Any:
+    return start_server("--event-log", "4MiB", "--event-log-count", "4")
+
+
+@pytest.fixture
+def client(server_with_log: Any) -> Iterator[Client]:
+    with Client(server_with_log.address) as client:
+        client.register_namespace(Namespace("n", 16, 1, (Group(shard_bytes=(SHARD,)),)))
+        yield client
+
+
+def put(client: Client, *keys: bytes) -> None:
+    told = [ChunkEventData((key[:8],), b"", bytes(64), 16, "adapter", "scheme") for key in keys]
+    client.put("n", keys, [bytes(SHARD)] * len(keys), event_data=told)
+
+
+def command(server: Any, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvdock", "events", "--address", server.address, *arguments]
+
+
+def lines(server: Any, count: int, *arguments: str) -> list[str]:
+    """The first lines that the command prints; then it is interrupted, as by Ctrl-C."""
+    process = subprocess.Popen(command(server, *arguments), stdout=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(30, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    found = [process.stdout.readline() for _ in range(count)]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    watchdog.cancel()
+    return found
+
+
+def test_json_lines_from_a_snapshot_and_resumed_at_any_of_them(
+    server_with_log: Any, client: Client
+) -> None:
+    put(client, *KEYS[:3])
+    first = [json.loads(line) for line in lines(server_with_log, 3, "--json", "--from", "snapshot")]
+    assert [line["key"] for line in first] == [key.hex() for key in KEYS[:3]]
+    assert first[1] == {
+        "cursor": first[0]["cursor"],
+        "event": "stored",
+        "namespace": "n",
+        "snapshot": True,
+        "key": KEYS[1].hex(),
+        "group_idx": None,
+        "medium": "cpu",
+        "parent_key": KEYS[0].hex(),
+        "kind": "full_attention",
+        "window_tokens": 0,
+        "block_hashes": [KEYS[1][:8].hex()],
+        "parent_block_hash": "",
+        "tokens": 16,
+        "block_size": 16,
+        "lora_name": "adapter",
+        "hash_scheme": "scheme",
+    }
+    client.evict(SHARD)
+    client.clear()
+    where = first[-1]["cursor"]
+    gone, cleared = (
+        json.loads(line) for line in lines(server_with_log, 2, "--json", "--from", where)
+    )
+    assert (gone["event"], gone["block_hashes"]) == ("removed", [KEYS[2][:8].hex()])
+    assert (cleared["event"], cleared["namespace"]) == ("cleared", "n")
+    (again,) = lines(server_with_log, 1, "--json", "--from", gone["cursor"])
+    assert json.loads(again) == cleared
+
+
+def test_a_line_each_for_people(server_with_log: Any, client: Client) -> None:
+    put(client, KEYS[0])
+    (line,) = lines(server_with_log, 1, "--from", "snapshot", "--namespace", "n")
+    assert line.split() == ["1", "stored", KEYS[0].hex(), "n"]
+
+
+def run(server: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(server, *arguments), capture_output=True, text=True, timeout=30, env=os.environ
+    )
+
+
+def test_a_place_that_is_gone(server_with_log: Any, client: Client) -> None:
+    start = next(client.events()).cursor
+    put(client, *KEYS)
+    put(client, bytes(32))
+    ended = run(server_with_log, "--from", str(start))
+    assert ended.returncode == 1
+    assert "--from snapshot" in ended.stderr
+
+
+def test_what_is_no_place(server_with_log: Any) -> None:
+    ended = run(server_with_log, "--from", "yesterday")
+    assert ended.returncode == 2
+    assert "'yesterday' is no cursor" in ended.stderr
+
+
+def test_a_server_without_log(server: Any) -> None:
+    ended = run(server)
+    assert ended.returncode == 1
+    assert "--event-log" in ended.stderr
