@@ -114,6 +114,7 @@ class Copies:
                     blocks[list(slots)].ravel(),
                     [slot.offset for slot in slots.values()],
                     request.ready_event,
+                    _seconds(request.timeout_ms),
                 )
                 self._core.counters.device_to_host_bytes += len(slots) * layout.chunk_bytes
             for index in list(slots):
@@ -159,6 +160,7 @@ class Copies:
                     [shard.offset for shard in shards.values()],
                     skipped,
                     request.ready_event,
+                    _seconds(request.timeout_ms),
                 )
                 self._core.counters.host_to_device_bytes += (
                     len(shards) * layout.chunk_bytes - skipped * layout.block_bytes
@@ -229,6 +231,10 @@ class Copies:
                 f"{namespace!r}: send register_memory first",
             )
         return memory, memory.groups[group_idx]
+
+
+def _seconds(timeout_ms: int) -> float:
+    return timeout_ms / 1000 if timeout_ms else float("inf")
 
 
 def _block_ids(

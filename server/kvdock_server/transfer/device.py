@@ -61,12 +61,18 @@ class Device:
             )
 
     def submit(
-        self, direction: Direction, group: MappedGroup, ids: I64, hosts: U64, ready_event: bytes
+        self,
+        direction: Direction,
+        group: MappedGroup,
+        ids: I64,
+        hosts: U64,
+        ready_event: bytes,
+        deadline: float,
     ) -> Job:
         """Queue the transfer of blocks ``ids`` from or to host addresses ``hosts``."""
         mover = self._movers[direction]
         return self._lanes[direction].submit(
-            _BlockTransfer(self.driver, mover, group, ids, hosts, ready_event)
+            _BlockTransfer(self.driver, mover, group, ids, hosts, ready_event), deadline
         )
 
     def region_table(self, planner: Planner) -> RegionTable | None:

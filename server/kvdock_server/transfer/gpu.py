@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -172,18 +173,21 @@ class Registration:
         block_ids: Sequence[int] | npt.NDArray[np.integer],
         slot_offsets: Sequence[int],
         ready_event: bytes = b"",
+        seconds: float = float("inf"),
     ) -> None:
         """Copy blocks from the device to the pool: a chunk's blocks to each slot.
 
         ``slot_offsets`` are bytes from the beginning of the pool, each slot the group's
         ``chunk_bytes`` long; ``block_ids`` come chunk by chunk. Copying starts when the event of
-        that 64-byte IPC handle is done, at once if there is none.
+        that 64-byte IPC handle is done, at once if there is none. After ``seconds`` it is given up.
 
         ValueError if the arguments do not fit the layout. TransferFailedError if not all bytes
         arrived; then none of the slots may be used. When this has returned, raised or been
         cancelled, nothing touches the slots any more.
         """
-        await self._transfer(Direction.STORE, group_idx, block_ids, slot_offsets, 0, ready_event)
+        await self._transfer(
+            Direction.STORE, group_idx, block_ids, slot_offsets, 0, ready_event, seconds
+        )
 
     async def retrieve(
         self,
@@ -192,13 +196,14 @@ class Registration:
         slot_offsets: Sequence[int],
         skip_blocks: int = 0,
         ready_event: bytes = b"",
+        seconds: float = float("inf"),
     ) -> None:
         """Copy chunks from the pool to the device, all but ``skip_blocks`` blocks of the first.
 
         As ``store``, the other way. After an error some of the blocks may be overwritten.
         """
         await self._transfer(
-            Direction.LOAD, group_idx, block_ids, slot_offsets, skip_blocks, ready_event
+            Direction.LOAD, group_idx, block_ids, slot_offsets, skip_blocks, ready_event, seconds
         )
 
     async def close(self) -> None:
@@ -226,7 +231,9 @@ class Registration:
         slot_offsets: Sequence[int],
         skip_blocks: int,
         ready_event: bytes,
+        seconds: float,
     ) -> None:
+        deadline = time.monotonic() + seconds
         if self._closing is not None:
             raise DeviceMemoryError("the worker's memory is not registered any more")
         group = self._worker.groups.get(group_idx)
@@ -240,7 +247,7 @@ class Registration:
         hosts = self._hosts(group.planner.layout, ids, slot_offsets, skip_blocks)
         if not len(ids):
             return
-        job = self._worker.device.submit(direction, group, ids, hosts, ready_event)
+        job = self._worker.device.submit(direction, group, ids, hosts, ready_event, deadline)
         self._jobs.add(job)
         try:
             await _until_settled(job)

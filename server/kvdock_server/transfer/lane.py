@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -85,9 +86,14 @@ class Mover(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """One transfer in a lane. ``settled`` has no result, or the error that ended the transfer."""
+    """One transfer in a lane. ``settled`` has no result, or the error that ended the transfer.
+
+    No piece is started after ``deadline`` (time.monotonic), whatever happens: not even if this
+    process was stopped meanwhile, as the blocks may belong to others then.
+    """
 
     transfer: Transfer
+    deadline: float = float("inf")
     settled: Future[None] = field(default_factory=Future)
     _cancelled: bool = False
     _error: Exception | None = None
@@ -107,7 +113,7 @@ class Job:
     def is_ready(self) -> bool:
         """True if the job is to be run, be it only to end it."""
         try:
-            return self._cancelled or self.transfer.ready()
+            return self._cancelled or self._is_late() or self.transfer.ready()
         except Exception as error:
             self._error = error
             return True
@@ -117,6 +123,8 @@ class Job:
         try:
             if self._cancelled:
                 raise TransferCancelledError("the transfer was cancelled")
+            if self._is_late():
+                raise TransferCancelledError("the transfer did not end in time")
             if self._error is None:
                 if self._pieces is None:
                     self._pieces = self.transfer.pieces()
@@ -130,6 +138,9 @@ class Job:
         self._exhausted = True
         self._settle_if_done()
         return None
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     def piece_ended(self, error: Exception | None) -> None:
         """A piece that was started is not under way any more."""
@@ -177,9 +188,9 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, transfer: Transfer) -> Job:
+    def submit(self, transfer: Transfer, deadline: float = float("inf")) -> Job:
         """Queue a transfer. After ``close`` it settles as cancelled at once."""
-        job = Job(transfer)
+        job = Job(transfer, deadline)
         with self._wake:
             if self._closed is None:
                 self._new.append(job)

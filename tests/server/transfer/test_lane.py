@@ -155,6 +155,26 @@ def test_cancelling_what_never_becomes_ready(lane: Lane, mover: HostMover) -> No
     assert not transfer.target.any()
 
 
+def test_no_piece_is_started_after_the_deadline(lane: Lane, mover: HostMover) -> None:
+    mover.gate.clear()
+    transfer = HostTransfer(mover, "a", 50)
+    job = lane.submit(transfer, time.monotonic() + 0.05)
+    eventually(lambda: len(mover.started) == 3)
+    time.sleep(0.1)  # as if the process had been stopped
+    mover.gate.set()
+    with pytest.raises(TransferCancelledError, match="in time"):
+        job.settled.result(5)
+    assert mover.log == ["open", "a", "a", "a"]
+
+
+def test_the_deadline_also_ends_what_never_becomes_ready(lane: Lane, mover: HostMover) -> None:
+    transfer = HostTransfer(mover, "a", 1)
+    transfer.is_ready = False
+    with pytest.raises(TransferCancelledError, match="in time"):
+        lane.submit(transfer, time.monotonic() + 0.02).settled.result(5)
+    assert not transfer.target.any()
+
+
 def test_a_waiter_that_gives_up_does_not_end_the_job(lane: Lane, mover: HostMover) -> None:
     mover.gate.clear()
     transfer = HostTransfer(mover, "a", 3)
