@@ -214,9 +214,10 @@ def rates(case: Case, path: CopyPath, link: Link, direction: str) -> list[Row]:
     ]
 
 
-def beside_engine(case: Case, path: CopyPath, engine: Remote, direction: str, plain: Plain) -> Row:
+def beside_engine(
+    case: Case, path: CopyPath, engine: Remote, alone: float, direction: str, plain: Plain
+) -> Row:
     """The engine's step while copies run without pause, over its step alone."""
-    alone = engine("run", SECONDS)
     path.start(direction, CALLS_UNDER_WAY)
     try:
         slowdown = engine("run", SECONDS) / alone
