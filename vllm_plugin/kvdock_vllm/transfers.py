@@ -238,6 +238,7 @@ class DeviceTransfers(Transfers):
             keys=spec.keys,
             block_ids=spec.block_ids,
             ready_event=ready,
+            event_data=[data.to_proto() for data in spec.event_data],
             timeout_ms=round(_DEVICE_STORE_SECONDS * 1000),
         )
         seconds = _DEVICE_STORE_SECONDS + _PIECE_SECONDS
