@@ -296,11 +296,11 @@ class SimulatedEngine:
         context: Any = None
         connector.start_load_kv(context)
         connector.wait_for_save()
-        results = connector.get_transfer_results(output.finished_req_ids)
+        # What newer versions ask for instead, get_transfer_results, asks for this.
+        finished_sending, finished_recving = connector.get_finished(output.finished_req_ids)
         report = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
+            finished_sending=finished_sending,
+            finished_recving=finished_recving,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=_pickled(connector.build_connector_worker_meta()),
