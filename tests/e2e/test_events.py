@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import zmq
 from enginekit import EngineProcess, Request
-from modelkit import Llama, make_checkpoint, random_prompt
+from modelkit import DeepseekV2, Llama, Shape, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
 
 from kvdock import Client
@@ -29,13 +29,30 @@ from kvdock.keys import chunk_keys
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CHUNK = 256
-BLOCK = 32
 WAIT_SECONDS = 60.0
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), Llama())
+@dataclass(frozen=True)
+class Case:
+    """An engine."""
+
+    shape: Shape
+    block: int
+    ranks: int = 1
+    as_bytes: bool = False
+    """Hashes as bytes, not as integers."""
+    kind: str = "full_attention"
+    own_events: bool = True
+    """vLLM caches no prefixes for MLA on CPUs, so such an engine has no events of its own."""
+
+
+MLA = {"block": 16, "kind": "mla_attention", "own_events": False}
+CASES = {
+    "GQA": Case(Llama(), 32),
+    "GQA, 2 ranks, bytes": Case(Llama(), 32, ranks=2, as_bytes=True),
+    "MLA": Case(DeepseekV2(), as_bytes=True, **MLA),  # type: ignore[arg-type]
+    "MLA, 2 ranks": Case(DeepseekV2(), ranks=2, **MLA),  # type: ignore[arg-type]
+}
 
 
 @contextlib.contextmanager
@@ -149,12 +166,41 @@ def keys_of(prompts: Sequence[Sequence[int]]) -> set[bytes]:
     return {key for prompt in prompts for key in chunk_keys(prompt, CHUNK)}
 
 
-@pytest.mark.parametrize("as_bytes", [False, True], ids=["int hashes", "bytes hashes"])
+def hashed(prompts: Sequence[Sequence[int]], case: Case) -> dict[Any, tuple[tuple[int, ...], Any]]:
+    """What vLLM's own functions make of prompts: as Heard.of."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+
+    kv_cache_utils.init_none_hash(sha256)
+    blocks = {}
+    for prompt in prompts:
+        before = None
+        for begin in range(0, len(prompt) - case.block + 1, case.block):
+            tokens = tuple(prompt[begin : begin + case.block])
+            made = kv_cache_utils.hash_block_tokens(sha256, before, tokens)
+            blocks[external(made, case)] = tokens, external(before, case)
+            before = made
+    return blocks
+
+
+def external(block: Any, case: Case) -> Any:
+    if block is None or case.as_bytes:
+        return block
+    return int.from_bytes(block, "big") & ((1 << 64) - 1)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
-    model: Path, tmp_path: Path, as_bytes: bool
+    tmp_path: Path, name: str
 ) -> None:
+    case = CASES[name]
     prompts = [random_prompt(3 * CHUNK + 40, seed=1), random_prompt(2 * CHUNK + 7, seed=2)]
-    per_chunk = CHUNK // BLOCK
+    per_chunk = CHUNK // case.block
+    arguments = {"block_size": case.block}
+    environment = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0" if case.as_bytes else "1"}
+    if case.ranks > 1:
+        arguments["tensor_parallel_size"] = case.ranks
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.ranks)))
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving("--event-log", "16MiB"))
         client = stack.enter_context(Client(server.address))
@@ -162,13 +208,12 @@ def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
         stack.callback(subscriber.close)
         engine = stack.enter_context(
             EngineProcess(
-                model,
+                make_checkpoint(tmp_path, case.shape),
                 log=tmp_path / "engine.log",
                 kv_connector={"kvdock.address": server.address},
                 kv_events_config=subscriber.config,
-                environment={
-                    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0" if as_bytes else "1",
-                },
+                environment=environment,
+                **arguments,
             )
         )
         for prompt in prompts:
@@ -182,17 +227,18 @@ def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
 
         heard = subscriber.heard
         assert heard.kinds["BlockStored CPU"] == 5  # one a chunk
-        ours, theirs = heard.of("CPU"), heard.of("GPU")
-        for block, what in ours.items():
-            assert isinstance(block, bytes if as_bytes else int)
-            assert theirs[block] == what
+        ours, theirs = heard.of("CPU"), hashed(prompts, case)
+        assert all(theirs[block] == what for block, what in ours.items())
+        if case.own_events:
+            theirs = heard.of("GPU")
+            assert all(theirs[block] == what for block, what in ours.items())
         assert stored_keys(client) == keys_of(prompts)
         tokens = [event["token_ids"] for event in heard.stored if event["medium"] == "CPU"]
         known = {tuple(prompt[n : n + CHUNK]) for prompt in prompts for n in range(0, 768, CHUNK)}
         assert all(tuple(some) in known for some in tokens)
         for event in heard.stored:
             if event["medium"] == "CPU":
-                assert event["kv_cache_spec_kind"] == "full_attention"
+                assert event["kv_cache_spec_kind"] == case.kind
                 assert event.get("group_idx") is None
 
         # Evicted by the server, in part and in whole.
