@@ -4,10 +4,11 @@
         hit = client.lookup("my-namespace", kvdock.keys.chunk_keys(token_ids, 256))
 
 :class:`Client` asks call by call, :class:`Session` over one held stream; ``kvdock.aio`` has both as
-coroutines. ``kvdock.keys`` makes chunk keys, ``kvdock.errors`` has the exceptions.
+coroutines. ``kvdock.keys`` makes chunk keys, ``kvdock.events`` follows what is stored and removed,
+``kvdock.errors`` has the exceptions.
 """
 
-from kvdock import errors, keys
+from kvdock import aio, errors, events, keys
 from kvdock._version import __version__
 from kvdock.client import Client
 from kvdock.errors import KVDockError
@@ -48,6 +49,8 @@ __all__ = [
     "SessionRole",
     "TransferMode",
     "__version__",
+    "aio",
     "errors",
+    "events",
     "keys",
 ]
