@@ -1,0 +1,198 @@
+"""The relay's bookkeeping with vLLM's own event types, and their msgpack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from kvdock import ChunkEventData, GroupKind
+from kvdock.events import Medium, Removed, Stored
+from kvdock_vllm.events import GroupLabel, Teller, _Published
+
+SCHEME = "this engine's"
+LABELS = {
+    None: GroupLabel("full_attention", None),
+    0: GroupLabel("full_attention", None),
+    1: GroupLabel("sliding_window", 128),
+}
+FIRST, SECOND, THIRD = b"1" * 32, b"2" * 32, b"3" * 32
+
+
+def data(*hashes: bytes, scheme: str = SCHEME, parent: bytes = b"") -> ChunkEventData:
+    return ChunkEventData(hashes, parent, bytes(range(8)) * len(hashes), 2, "adapter", scheme)
+
+
+def stored(key: bytes, told: ChunkEventData | None, group_idx: int | None = None) -> Stored:
+    kind = GroupKind.FULL_ATTENTION
+    return Stored(0, "n", key, b"", told, Medium.CPU, group_idx, kind, 0)
+
+
+def removed(key: bytes, group_idx: int | None = None) -> Removed:
+    return Removed(0, "n", key, (), Medium.CPU, group_idx)
+
+
+@pytest.fixture
+def published() -> _Published:
+    return _Published(lambda: SCHEME, LABELS)
+
+
+def take(published: _Published) -> list[Any]:
+    return published.take()
+
+
+def names(hashes: Sequence[bytes]) -> list[Any]:
+    return [maybe_convert_block_hash(one) for one in hashes]  # type: ignore[arg-type]
+
+
+def test_an_event_has_vllms_fields(published: _Published) -> None:
+    published.note([stored(b"a", data(FIRST, SECOND, parent=THIRD), 1)])
+    (event,) = take(published)
+    assert event == BlockStored(
+        block_hashes=names([FIRST, SECOND]),
+        parent_block_hash=names([THIRD])[0],
+        token_ids=[0x03020100, 0x07060504] * 2,
+        block_size=2,
+        lora_id=None,
+        medium="CPU",
+        lora_name="adapter",
+        group_idx=1,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=128,
+        locality="LOCAL",
+    )
+    published.note([removed(b"a", 1)])
+    assert take(published) == [
+        BlockRemoved(
+            block_hashes=names([FIRST, SECOND]), medium="CPU", group_idx=1, locality="LOCAL"
+        )
+    ]
+    assert take(published) == []
+
+
+def test_absent_group_0_and_1_stay_apart_through_vllms_msgpack(published: _Published) -> None:
+    groups = (None, 0, 1)
+    published.note([stored(b"a", data(FIRST), group_idx) for group_idx in groups])
+    events = take(published)
+    published.note([removed(b"a", 0)])
+    events += take(published)
+    encoded = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
+    decoded = msgspec.msgpack.decode(encoded, type=KVEventBatch).events
+    assert [event.group_idx for event in decoded] == [None, 0, 1, 0]
+    # As consumers index: by group and hash.
+    index = {(event.group_idx, event.block_hashes[0]) for event in decoded[:3]}
+    assert len(index) == 3
+    index.discard((decoded[3].group_idx, decoded[3].block_hashes[0]))
+    assert {group_idx for group_idx, _ in index} == {None, 1}
+
+
+def test_a_hash_of_two_parts_goes_with_the_last_of_them(published: _Published) -> None:
+    published.note([stored(b"a", data(FIRST, SECOND)), stored(b"b", data(SECOND, THIRD))])
+    assert len(take(published)) == 2
+    published.note([removed(b"a")])
+    (event,) = take(published)
+    assert event.block_hashes == names([FIRST])
+    published.note([removed(b"b")])
+    (event,) = take(published)
+    assert event.block_hashes == names([SECOND, THIRD])
+
+
+def test_what_comes_and_goes_between_two_steps_is_not_mentioned(published: _Published) -> None:
+    published.note([stored(b"a", data(FIRST))])
+    published.note([removed(b"a")])
+    assert take(published) == []
+    published.note([stored(b"a", data(FIRST))])
+    assert len(take(published)) == 1
+    published.note([removed(b"a"), stored(b"a", data(FIRST))])
+    assert take(published) == []
+
+
+def test_what_was_stored_anew_with_other_hashes_is_told_anew(published: _Published) -> None:
+    published.note([stored(b"a", data(FIRST))])
+    take(published)
+    published.note([removed(b"a"), stored(b"a", data(SECOND))])
+    gone, come = take(published)
+    assert (gone.block_hashes, come.block_hashes) == (names([FIRST]), names([SECOND]))
+
+
+def test_hashes_of_another_kind_and_parts_without_any_are_left_out(published: _Published) -> None:
+    published.note(
+        [
+            stored(b"a", data(FIRST, scheme="another engine's")),
+            stored(b"b", None),
+            stored(b"c", data()),
+        ]
+    )
+    assert take(published) == []
+    published.note([removed(b"a"), removed(b"b"), removed(b"c")])
+    assert take(published) == []
+
+
+def test_parents_come_first_and_go_last_also_when_they_come_again(published: _Published) -> None:
+    parent, child = data(FIRST), data(SECOND, parent=FIRST)
+    published.note([stored(b"p", parent), stored(b"c", child)])
+    assert [event.block_hashes for event in take(published)] == [names([FIRST]), names([SECOND])]
+    published.note([removed(b"c"), removed(b"p")])
+    assert [event.block_hashes for event in take(published)] == [names([SECOND]), names([FIRST])]
+    published.note([stored(b"p", parent), stored(b"c", child), removed(b"c"), removed(b"p")])
+    published.note([stored(b"p", parent), stored(b"c", child)])
+    assert [event.block_hashes for event in take(published)] == [names([FIRST]), names([SECOND])]
+
+
+def test_a_step_publishes_a_bounded_number(published: _Published) -> None:
+    keys = [number.to_bytes(4, "big") for number in range(250)]
+    published.note([stored(key, data(key * 8)) for key in keys])
+    assert [len(take(published)) for _ in range(4)] == [100, 100, 50, 0]
+
+
+def test_a_step_never_waits_for_the_follower(published: _Published) -> None:
+    published.note([stored(b"a", data(FIRST))])
+    with published._lock:
+        assert take(published) == []
+    assert len(take(published)) == 1
+
+
+class _Teller(Teller):
+    """With granularity and scheme given, which else come from an engine's configuration."""
+
+    def __init__(self, hash_tokens: int) -> None:
+        self._hash_tokens = hash_tokens
+        self._scheme = SCHEME
+
+
+def request(tokens: int, hash_tokens: int) -> Any:
+    hashes = [number.to_bytes(32, "big") for number in range(1, tokens // hash_tokens + 1)]
+    return SimpleNamespace(
+        block_hashes=hashes, all_token_ids=list(range(tokens)), lora_request=None
+    )
+
+
+def test_what_is_told_of_chunks() -> None:
+    asked = request(70, hash_tokens=8)
+    second, third = _Teller(8).tell(asked, 1, 3, chunk_tokens=16, block_tokens=8)
+    assert second.block_hashes == tuple(asked.block_hashes[2:4])
+    assert second.parent_block_hash == asked.block_hashes[1]
+    assert third.block_hashes == tuple(asked.block_hashes[4:6])
+    assert third.token_ids == b"".join(n.to_bytes(4, "little") for n in range(32, 48))
+    assert (third.block_size, third.lora_name, third.hash_scheme) == (8, "", SCHEME)
+    (first,) = _Teller(8).tell(asked, 0, 1, chunk_tokens=16, block_tokens=8)
+    assert first.parent_block_hash == b""
+
+
+def test_a_larger_block_has_the_hash_of_its_end() -> None:
+    asked = request(70, hash_tokens=4)
+    (second,) = _Teller(4).tell(asked, 1, 2, chunk_tokens=16, block_tokens=8)
+    assert second.block_hashes == (asked.block_hashes[5], asked.block_hashes[7])
+    assert second.parent_block_hash == asked.block_hashes[3]
+
+
+def test_nothing_is_told_of_what_is_not_hashed() -> None:
+    asked = request(31, hash_tokens=8)
+    assert len(_Teller(8).tell(asked, 0, 1, chunk_tokens=16, block_tokens=8)) == 1
+    assert _Teller(8).tell(asked, 0, 2, chunk_tokens=16, block_tokens=8) == ()
+    assert _Teller(16).tell(asked, 0, 1, chunk_tokens=16, block_tokens=8) == ()
