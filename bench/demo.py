@@ -187,7 +187,7 @@ def verdict(
 ) -> list[Check]:
     """What the three processes' answers show, one generation for each of PROMPT_TOKENS."""
     full_chunks = [tokens // CHUNK_TOKENS * CHUNK_TOKENS for tokens in PROMPT_TOKENS]
-    speedups = [_ttft(first) / _ttft(second) for first, second in zip(cold, warm, strict=True)]
+    speedup = sum(map(_ttft, cold)) / sum(map(_ttft, warm))
     same = [third.tokens == first.tokens for first, third in zip(cold, control, strict=True)]
     others = same[:DAMAGED_PROMPT] + same[DAMAGED_PROMPT + 1 :]
     checks = [
@@ -205,8 +205,8 @@ def verdict(
         Check("and the other prompts' answers are what they were", all(others)),
     ]
     if not torch.cuda.is_available():
-        claim = f"the first token came at least {MIN_SPEEDUP:.0f} times as soon"
-        checks.insert(3, Check(claim, min(speedups) >= MIN_SPEEDUP))
+        claim = f"first tokens came at least {MIN_SPEEDUP:.0f} times as soon, all taken together"
+        checks.insert(3, Check(claim, speedup >= MIN_SPEEDUP))
     return checks
 
 
@@ -214,7 +214,7 @@ def _print_logs(folder: Path, console: Console) -> None:
     """What the server and the connectors had to say."""
     for log in sorted(folder.glob("*.log")):
         for line in log.read_text(errors="replace").splitlines():
-            if "kvdock" in line.lower():
+            if "KVDock" in line or log.name == "server.log":
                 console.print(f"{log.name}: {line}", style="dim", markup=False)
 
 
