@@ -269,8 +269,9 @@ class SimulatedEngine:
         """Preempts all running requests, which may be resumed in the next step; false if vLLM
         would refuse, because a load or a store holds blocks.
         """
-        ended = any(request.is_finished() for request in self.scheduler.requests.values())
-        if ended or self.scheduler.kv_holding_waiting:
+        manager = self.scheduler.kv_cache_manager
+        waiting = set(self.scheduler.requests.values()) - set(self.scheduler.running)
+        if any(any(manager.get_block_ids(request.request_id)) for request in waiting):
             return False
         return self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
