@@ -9,10 +9,15 @@ import sys
 from kvdock.errors import KVDockError
 from kvdock_server import config as configuration
 from kvdock_server import lifecycle
+from kvdock_server.allocator import keep_freed_memory
 from kvdock_server.endpoint import EndpointError
 from kvdock_server.pool.segment import PoolError
 
 _USAGE_ERROR = 2
+
+# A copy thread that wants the interpreter waits this long at most while the event loop computes.
+# Python's default of 5 ms is a third of a gigabyte on the link, which then stands still.
+_SWITCH_SECONDS = 0.0005
 
 
 def main() -> int:
@@ -22,6 +27,8 @@ def main() -> int:
         logging.basicConfig(
             level=config.log_level.upper(), format="kvdock: %(levelname)s: %(message)s"
         )
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        keep_freed_memory()
         asyncio.run(lifecycle.run(config))
     except (
         configuration.ConfigError,

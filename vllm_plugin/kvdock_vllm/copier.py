@@ -4,11 +4,15 @@ Each copy is a NumPy assignment between two strided views. It runs without the i
 from beginning to end, so the engine goes on meanwhile; one call a page would instead ask for the
 lock again after every page, against an engine that may hold it for milliseconds. Hence as few and
 as large calls as the addresses allow: consecutive blocks and evenly spaced layers go together.
+
+After each piece the processor is offered to others. Else whoever is woken on it, the server too,
+waits until the kernel takes it away, which takes it some milliseconds.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,8 +26,8 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
 
-# A copy that was given up goes on to the end of its piece: a millisecond or so.
-_PIECE_BYTES = 8 << 20
+# A copy that was given up goes on to the end of its piece: a fraction of a millisecond.
+_PIECE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +104,13 @@ class Copier:
         """
         for blocks, part in self._pieces(block_ids, host, stop):
             np.copyto(part, blocks)
+            os.sched_yield()
 
     def scatter(self, host: Bytes, block_ids: Sequence[int], stop: Callable[[], bool]) -> None:
         """The way back. Arguments and errors are those of :meth:`gather`."""
         for blocks, part in self._pieces(block_ids, host, stop):
             np.copyto(blocks, part)
+            os.sched_yield()
 
     def _pieces(
         self, block_ids: Sequence[int], host: Bytes, stop: Callable[[], bool]
