@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvdock_vllm import offloading_alias
 from kvdock_vllm.config import Config
+from kvdock_vllm.layout import layers_of_blocks
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import PromMetrics, Stats
 from kvdock_vllm.scheduler import SchedulerHalf
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -105,6 +106,36 @@ class KVDockConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._of_worker.register_kv_caches(kv_caches)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Asked by vLLM's V1 runner up to 0.26: all of a block in one piece copies fastest."""
+        return _on_cuda()
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
+    ) -> None:
+        """In place of :meth:`register_kv_caches`, where vLLM did as we prefer."""
+        self._of_worker.register_kv_caches(
+            layers_of_blocks(kv_cache, attn_backend, self._kv_cache_config)
+        )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Asked from 0.32 on for the same, and taken as a wish: what the attention kernels do not
+        support is not used, and what the user sets by ``VLLM_KV_CACHE_LAYOUT`` comes first.
+        """
+        if not _on_cuda():
+            return None
+        try:
+            from vllm.v1.kv_cache_layout import KVCacheLayout
+        except ImportError:
+            return None  # earlier versions know other names here, none of them block by block
+        from vllm.platforms import current_platform
+
+        # A page's own order stays what vLLM would choose: heads first for Blackwell's kernels.
+        heads_first = bool(current_platform.is_device_capability_family(100))
+        return (KVCacheLayout.BLHNC if heads_first else KVCacheLayout.BLNHC).name
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._of_worker.description
@@ -189,6 +220,11 @@ class KVDockConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._of_scheduler.build_connector_meta(scheduler_output)
 
+    @_never_raises(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Has an idle engine step once more, so that the workers hear of the server in time."""
+        return self._of_scheduler.has_news_for_workers
+
     @_never_raises(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._of_scheduler.update_connector_output(connector_output)
@@ -233,6 +269,12 @@ class KVDockConnector(KVConnectorBase_V1):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _on_cuda() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
 
 
 def _tell_hit_source(connector: Any) -> None:

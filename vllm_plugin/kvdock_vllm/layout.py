@@ -142,6 +142,30 @@ def group_layout(
     return GroupLayout(num_blocks, tuple(regions), tuple(pages))
 
 
+def layers_of_blocks(
+    tensor: torch.Tensor, attn_backend: Any, kv_cache_config: KVCacheConfig
+) -> dict[str, torch.Tensor]:
+    """Each layer's own view of a tensor that holds whole blocks, all layers of one together.
+
+    ``attn_backend`` is vLLM's class, which knows the order of such a tensor's dimensions. Raises
+    UnsupportedLayoutError if it does not have as many layers as the model.
+    """
+    try:
+        order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    except (AttributeError, NotImplementedError):
+        order = tuple(range(tensor.dim()))  # as vLLM does
+    layers = tensor.permute(*(order.index(dim) for dim in range(tensor.dim())))
+    owners: list[Any] = list(kv_cache_config.kv_cache_tensors)
+    if len(layers) != len(owners):
+        raise UnsupportedLayoutError(
+            f"KV-cache tensor of shape {tuple(tensor.shape)} in the order {tuple(order)} has "
+            f"{len(layers)} layers, and the model {len(owners)}"
+        )
+    return {
+        name: layer for owner, layer in zip(owners, layers, strict=True) for name in owner.shared_by
+    }
+
+
 def layer_regions(tensor: torch.Tensor, num_blocks: int) -> tuple[Region, ...]:
     """The contiguous pieces that together are one block of a layer.
 

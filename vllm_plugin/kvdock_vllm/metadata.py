@@ -83,6 +83,8 @@ class StoreSpec:
 class StepMetadata(KVConnectorMetadata):
     """Everything for one step."""
 
+    news: Target | None = None
+    """What later loads and stores will concern, told once, as soon as it is known."""
     preempted: list[str] = field(default_factory=list)
     """Requests whose blocks have been given away: nothing may read them from now on."""
     loads: list[LoadSpec] = field(default_factory=list)

@@ -161,6 +161,8 @@ class SchedulerHalf:
             self._prepare_session,
             autostart=Autostart(config.address) if config.autostart else None,
         )
+        self._told: Live[Target] | None = None
+        """The session that the workers know of."""
         self._breaker = Breaker()
         self._stats = Stats()
         self._records: dict[str, _Record] = {}
@@ -217,6 +219,18 @@ class SchedulerHalf:
     def _live(self) -> Live[Target] | None:
         """The session, if the server may be used now."""
         return None if self._stale_jobs else self._link.current
+
+    @property
+    def has_news_for_workers(self) -> bool:
+        """The workers do not know yet which namespace they will need."""
+        return self._link.current not in (None, self._told)
+
+    def _news(self) -> Target | None:
+        live = self._link.current
+        if live is None or live is self._told:
+            return None
+        self._told = live
+        return live.prepared
 
     # -- what is cached -------------------------------------------------------------------------
 
@@ -426,6 +440,7 @@ class SchedulerHalf:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """What the workers have to know for this step."""
         metadata = StepMetadata(
+            news=self._news(),
             preempted=sorted(scheduler_output.preempted_req_ids or ()),
             loads=self._new_loads,
             stores=self._new_stores,

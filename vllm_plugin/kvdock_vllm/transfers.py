@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from kvdock.errors import DeadlineExceeded
 from kvdock.types import ChunkStatus, TransferMode
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.copier import Copier, CopyStoppedError
-from kvdock_vllm.metadata import LoadSpec, StoreSpec
+from kvdock_vllm.metadata import LoadSpec, StoreSpec, Target
 from kvdock_vllm.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class Transfers(ABC):
     @abstractmethod
     def prepare(self, session: Session) -> None:
         """A session was opened, and will be used soon."""
+
+    @abstractmethod
+    def expect(self, session: Session, target: Target) -> None:
+        """Loads and stores of a namespace will follow. Raises as they do."""
 
     @abstractmethod
     def mark(self) -> bytes:
@@ -93,6 +98,9 @@ class HostTransfers(Transfers):
     def prepare(self, session: Session) -> None:
         # Copies then run at the speed of memory from the first on.
         session.pool.prefault()
+
+    def expect(self, session: Session, target: Target) -> None:
+        """Nothing of it depends on the namespace."""
 
     def mark(self) -> bytes:
         return b""
@@ -207,16 +215,20 @@ class DeviceTransfers(Transfers):
         self._events = ReadyEvents(device)
         self._lock = threading.Lock()
         self._registered: tuple[Session, str] | None = None
+        self._not_exportable = False
 
     def prepare(self, session: Session) -> None:
-        """The memory is handed over when its namespace is known: with the first load or store."""
+        """The memory is handed over when its namespace is known."""
+
+    def expect(self, session: Session, target: Target) -> None:
+        self._register(session, target)
 
     def mark(self) -> bytes:
         return self._events.record()
 
     def load(self, session: Session, spec: LoadSpec, ready: bytes, stop: Stop) -> list[bool]:
         assert spec.target is not None
-        self._register(session, spec.target.namespace, spec.target.chunk_tokens)
+        self._register(session, spec.target)
         if stop():
             raise CopyStoppedError
         request = cache_pb2.RetrieveRequest(
@@ -237,7 +249,7 @@ class DeviceTransfers(Transfers):
     def store(
         self, session: Session, spec: StoreSpec, ready: bytes, stop: Stop
     ) -> list[ChunkStatus]:
-        self._register(session, spec.target.namespace, spec.target.chunk_tokens)
+        self._register(session, spec.target)
         if stop():
             raise CopyStoppedError
         request = cache_pb2.StoreRequest(
@@ -256,25 +268,40 @@ class DeviceTransfers(Transfers):
     def wait_for_end(self, session: Session) -> None:
         """The server lets go of the memory when the session's stream ends."""
 
-    def _register(self, session: Session, namespace: str, chunk_tokens: int) -> None:
-        """Hands the KV cache to the server, once a session and namespace."""
-        from kvdock_vllm.device_memory import ExportedGroup, export_memory
+    def _register(self, session: Session, target: Target) -> None:
+        """Hands the KV cache to the server, once a session and namespace.
+
+        Raises CopyStoppedError if CUDA cannot export it.
+        """
+        from kvdock_vllm.device_memory import ExportedGroup, NotExportableError, export_memory
 
         with self._lock:
-            if self._registered == (session, namespace):
+            if self._registered == (session, target.namespace):
                 return
-            group = ExportedGroup(None, self._layout, chunk_tokens // self._block_tokens)
-            ordinal = self._device.index or 0
-            allocations, groups = export_memory([group], ordinal)
+            if self._not_exportable:
+                raise CopyStoppedError
+            in_chunk = target.chunk_tokens // self._block_tokens
+            group = ExportedGroup(None, self._layout, in_chunk)
+            try:
+                memory = export_memory([group], self._device.index or 0)
+            except NotExportableError as error:
+                self._not_exportable = True
+                _log.warning("KVDock does not cache for this worker: %s", error)
+                raise CopyStoppedError from error
+            began = time.monotonic()
             registration = session.register_memory(
-                namespace,
-                allocations,
-                groups,
+                target.namespace,
+                memory.allocations,
+                memory.groups,
                 mode=TransferMode.SERVER,
                 timeout=_REGISTER_SECONDS,
             )
-            self._registered = (session, namespace)
-            _log.info("KVDock copies by the server: %s", registration.reason)
+            self._registered = (session, target.namespace)
+            _log.info(
+                "KVDock copies by the server: %s (%.0f ms)",
+                registration.reason,
+                (time.monotonic() - began) * 1e3,
+            )
 
 
 def split_blocks(spec: LoadSpec, block_tokens: int) -> list[tuple[int, tuple[int, ...]]]:

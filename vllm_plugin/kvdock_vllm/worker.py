@@ -192,6 +192,8 @@ class WorkerHalf:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Notes what there is to do, before anything of it is done or asked for."""
+        if metadata.news is not None:
+            self._load_threads.submit(self._expect, metadata.news)
         for spec in metadata.stores:
             if self._strategy.stores:
                 job = _StoreJob(spec)
@@ -367,6 +369,17 @@ class WorkerHalf:
         ended.stats.add("store_seconds", time.monotonic() - began if stored else 0)
         ended.stats.add("existing_chunks", existing)
         ended.stats.add("refused_chunks", len(statuses) - stored - existing)
+
+    def _expect(self, target: Target) -> None:
+        """Does ahead of time what the first load or store would have to do otherwise."""
+        try:
+            self._transfers.expect(self._session(target), target)
+        except CopyStoppedError:
+            _log.debug("no session for namespace %s yet", target.namespace)
+        except KVDockError as error:
+            _log.info("preparing for namespace %s failed: %s", target.namespace, error.message)
+        except Exception:
+            _log.exception("preparing for namespace %s failed", target.namespace)
 
     def _prepare_session(self, client: Client, session: Session) -> None:
         self._transfers.prepare(session)
