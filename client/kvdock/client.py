@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -59,8 +60,13 @@ from kvdock.v1 import (
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
+_log = logging.getLogger(__name__)
+
 DEFAULT_TIMEOUT = 5.0
 """Seconds."""
+
+# What close() gives gRPC to end the connection in order.
+_CLOSE_SECONDS = 1.0
 
 Progress = Callable[[int], None]
 """Is told the bytes moved since it was last told."""
@@ -347,13 +353,22 @@ class Client:
         return session
 
     def close(self) -> None:
-        """Closes the connection and every session made here. A second call does nothing."""
+        """Closes the connection and every session made here. A second call does nothing.
+
+        Calls under way fail with Unavailable. A server that takes nothing delays it by a second for
+        the connection, and one for each session.
+        """
         if os.getpid() != self._pid:
             # The connection is the parent's: closing it here would close it there.
             return
         for session in list(self._sessions):
             session.close()
-        self._channel.close()
+        # gRPC waits, for ever if need be, until what it is writing was taken: not so the caller.
+        closing = threading.Thread(target=self._channel.close, name="kvdock-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            _log.info("%s takes nothing: the connection ends when it does", self.address)
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ import gc
 import inspect
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -267,3 +268,32 @@ async def test_what_progress_raises_comes_to_the_caller(
 
     with pytest.raises(LookupError):
         await client.put("test", prompt.keys, prompt.shards, progress=fail)
+
+
+async def test_closing_waits_for_no_server_that_takes_nothing(
+    server: Any, client: kvdock.aio.Client, namespace: kvdock.Namespace
+) -> None:
+    program = f"""
+import asyncio, os, signal, kvdock
+async def main():
+    async with kvdock.aio.Client({server.address!r}, timeout=0.5) as client:
+        def stop(nbytes):
+            os.kill({server.process.pid}, signal.SIGSTOP)
+        try:
+            await client.put("test", KEYS, SHARDS, progress=stop)
+        except kvdock.errors.DeadlineExceeded:
+            print("gave up")
+SHARDS = [bytes({namespace.groups[0].shard_bytes[0]})] * 30
+KEYS = [bytes([number]) * 32 for number in range(30)]
+asyncio.run(main())
+print("ended")
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(20):
+            output, _ = await process.communicate()
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    assert output.split(b"\n") == [b"gave up", b"ended", b""]

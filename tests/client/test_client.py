@@ -286,3 +286,24 @@ def test_a_fork_is_told_to_make_its_own(client: kvdock.Client) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     client.status()
+
+
+def test_closing_waits_for_no_server_that_takes_nothing(
+    server: Any, namespace: kvdock.Namespace
+) -> None:
+    client = kvdock.Client(server.address, timeout=0.3)
+    client.register_namespace(namespace)
+
+    def stop(nbytes: int) -> None:
+        os.kill(server.process.pid, signal.SIGSTOP)
+
+    keys = [number.to_bytes(32) for number in range(30)]
+    shards = [bytes(namespace.groups[0].shard_bytes[0])] * len(keys)
+    try:
+        with pytest.raises(errors.DeadlineExceeded):
+            client.put("test", keys, shards, progress=stop)
+        began = time.monotonic()
+        client.close()
+        assert time.monotonic() - began < 5
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)

@@ -20,6 +20,7 @@ from kvdock import _health, _verbs
 from kvdock._inline import PUT_METHOD, GetTransfer, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address, default_address, parse
+from kvdock.aio._poller import keep_poller
 from kvdock.aio.session import Session
 from kvdock.channel import Options, options
 from kvdock.client import DEFAULT_TIMEOUT, Progress
@@ -409,6 +410,7 @@ class Client:
                     finally:
                         call.cancel()
         except TimeoutError:
+            keep_poller()
             raise DeadlineExceeded(
                 f"nothing moved from or to {self.address} for {seconds:g} s"
             ) from None

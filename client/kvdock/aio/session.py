@@ -20,6 +20,7 @@ from kvdock import _verbs
 from kvdock._protocol import MISSED_HEARTBEATS, SessionProtocol, undo
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address
+from kvdock.aio._poller import keep_poller
 from kvdock.errors import (
     DeadlineExceeded,
     KVDockError,
@@ -335,7 +336,9 @@ class Stream:
         self._end(SessionLost("the session was closed"))
         if asyncio.current_task() is self._reader:
             return
-        await asyncio.wait([self._reader], timeout=grace)
+        _, pending = await asyncio.wait([self._reader], timeout=grace)
+        if pending:
+            keep_poller()
         self._call.cancel()
         await asyncio.wait([self._reader])
 
