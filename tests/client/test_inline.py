@@ -60,7 +60,7 @@ def test_put_reports_chunk_by_chunk_and_what_was_not_settled_as_failed() -> None
 def test_put_of_a_wrong_length_sends_nothing() -> None:
     transfer = put([SHARDS[0], SHARDS[1][:-1], SHARDS[2]])
 
-    with pytest.raises(WrongLength, match="shard 1 has 2,097,156 bytes"):
+    with pytest.raises(WrongLength, match=f"shard 1 has {2 * MESSAGE_BYTES + 4:,} bytes"):
         transfer.feed(admission(*[ChunkStatus.RESERVED] * 3))
     assert list(transfer.data()) == []
 
