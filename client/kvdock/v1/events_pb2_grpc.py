@@ -60,6 +60,7 @@ class EventServiceServicer(object):
         was announced stored, and not otherwise. Events of parts without event data carry keys only.
 
         INVALID_ARGUMENT if after has a sequence number that this server has not given yet.
+        DEADLINE_EXCEEDED if the reader takes nothing for 30 seconds; it may resume from its cursor.
         UNIMPLEMENTED (NO_EVENT_LOG) if the server keeps no event log.
         UNAVAILABLE (DRAINING) when the server stops, after everything that happened.
         """
