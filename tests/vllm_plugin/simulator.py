@@ -17,6 +17,7 @@ import hashlib
 import pickle
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -111,6 +113,15 @@ class _Rank:
         return np.tile(seeds, (1, _ROW_BYTES // 16))
 
 
+@dataclass
+class _Running:
+    """A request as the model runner knows it."""
+
+    tokens: list[int]
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
 class SimulatedEngine:
     """Steps when told to. Close it, or use it as a context manager."""
 
@@ -122,6 +133,7 @@ class SimulatedEngine:
         num_blocks: int = 256,
         mla: bool = False,
         tensor_size: int = 1,
+        async_scheduling: bool = False,
         extra_config: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
@@ -153,7 +165,10 @@ class SimulatedEngine:
         self.ranks = [
             _Rank(self.config, self.kv_cache_config, rank, mla) for rank in range(tensor_size)
         ]
-        self.scheduler = Scheduler(
+        # The CPU platform turns it off, for reasons that are not the scheduler's.
+        self.config.scheduler_config.async_scheduling = async_scheduling
+        self._overlap = async_scheduling
+        self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -173,6 +188,8 @@ class SimulatedEngine:
         init_none_hash(_sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, _sha256)
         self._histories: dict[str, _History] = {}
+        self._running: dict[str, _Running] = {}
+        self._pending: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.outcomes: dict[str, Outcome] = {}
         self.between_schedule_and_forward: Callable[[], None] = lambda: None
         """Runs in each step after scheduling."""
@@ -214,9 +231,10 @@ class SimulatedEngine:
         self.outcomes[name].finish_reason = "abort"
 
     def step(self) -> None:
-        """One engine step."""
+        """One engine step. With async scheduling its results are processed in the next one."""
         output = self.scheduler.schedule()
         self.between_schedule_and_forward()
+        self._batch(output)
         reports = [self._run_rank(rank, output) for rank in self.ranks]
         result = self._sample(output)
         outputs = [copy.copy(result) for _ in reports]
@@ -224,7 +242,16 @@ class SimulatedEngine:
             one.kv_connector_output = report
         aggregated = self._aggregator.aggregate(outputs)
         assert aggregated is not None
-        for core_outputs in self.scheduler.update_from_output(output, aggregated).values():
+        self._pending.append((output, aggregated))
+        busy = output.total_num_scheduled_tokens > 0
+        while len(self._pending) > (1 if self._overlap and busy else 0):
+            self._process(*self._pending.popleft())
+        if not busy:
+            time.sleep(0.001)
+
+    def _process(self, output: Any, result: ModelRunnerOutput) -> None:
+        """Hands a step's results to the scheduler."""
+        for core_outputs in self.scheduler.update_from_output(output, result).values():
             stats = core_outputs.scheduler_stats
             for counter, amount in ((stats and stats.kv_connector_stats) or {}).items():
                 self.counted[counter] = self.counted.get(counter, 0) + amount
@@ -236,8 +263,6 @@ class SimulatedEngine:
                 if item.finish_reason is not None:
                     outcome.finish_reason = str(item.finish_reason)
                     outcome.kv_transfer_params = item.kv_transfer_params
-        if not output.total_num_scheduled_tokens:
-            time.sleep(0.001)
 
     def run(self, seconds: float = 30.0) -> None:
         """Steps until there is nothing left to do. AssertionError if that takes too long."""
@@ -286,6 +311,27 @@ class SimulatedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _batch(self, output: Any) -> None:
+        """Follows requests by what the scheduler sends, as a model runner does."""
+        for name in output.finished_req_ids:
+            self._running.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            tokens = list(self.scheduler.requests[new.req_id].all_token_ids)
+            self._running[new.req_id] = _Running(
+                tokens, list(new.block_ids[0]), new.num_computed_tokens
+            )
+        cached = output.scheduled_cached_reqs
+        for name, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            running = self._running[name]
+            if name in cached.resumed_req_ids:
+                running.tokens = list(self.scheduler.requests[name].all_token_ids)
+                running.block_ids = list(blocks[0])
+            elif blocks is not None:
+                running.block_ids += blocks[0]
+            running.num_computed_tokens = computed
+
     def _run_rank(self, rank: _Rank, output: Any) -> KVConnectorOutput:
         """A model runner's step, in the order of vLLM's own."""
         connector = rank.connector
@@ -311,15 +357,13 @@ class SimulatedEngine:
 
     def _forward(self, rank: _Rank, name: str, count: int) -> None:
         """Checks the tokens before, writes those of this step."""
-        request = self.scheduler.requests[name]
-        # The scheduler has already counted this step's.
-        end = request.num_computed_tokens
-        start = end - count
-        digests = self._histories[name].digests(list(request.all_token_ids))
-        (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        running = self._running[name]
+        start = running.num_computed_tokens
+        end = start + count
+        digests = self._histories[name].digests(running.tokens)
         slots = (
-            np.repeat(np.array(block_ids) * BLOCK_TOKENS, BLOCK_TOKENS)
-            + np.tile(np.arange(BLOCK_TOKENS), len(block_ids))
+            np.repeat(np.array(running.block_ids) * BLOCK_TOKENS, BLOCK_TOKENS)
+            + np.tile(np.arange(BLOCK_TOKENS), len(running.block_ids))
         )[:end]
         for layer, view in enumerate(rank.views):
             rows = rank.rows(digests[:end], layer)
@@ -335,10 +379,14 @@ class SimulatedEngine:
         names = list(output.num_scheduled_tokens)
         sampled = []
         for name in names:
-            request = self.scheduler.requests[name]
-            tokens = list(request.all_token_ids)
-            complete = request.num_computed_tokens >= len(tokens)
-            sampled.append([self._histories[name].next_token(tokens)] if complete else [])
+            running = self._running[name]
+            if running.num_computed_tokens + output.num_scheduled_tokens[name] == len(
+                running.tokens
+            ):
+                running.tokens.append(self._histories[name].next_token(running.tokens))
+                sampled.append([running.tokens[-1]])
+            else:
+                sampled.append([])
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},

@@ -53,8 +53,13 @@ class EngineLife(RuleBasedStateMachine):
         self.engine: SimulatedEngine | None = None
         self.prompts: dict[str, tuple[list[int], int]] = {}
 
-    @initialize(save_decode=st.booleans(), ranks=st.sampled_from([1, 1, 2]), mla=st.booleans())
-    def begin(self, save_decode: bool, ranks: int, mla: bool) -> None:
+    @initialize(
+        save_decode=st.booleans(),
+        ranks=st.sampled_from([1, 1, 2]),
+        mla=st.booleans(),
+        async_scheduling=st.booleans(),
+    )
+    def begin(self, save_decode: bool, ranks: int, mla: bool, async_scheduling: bool) -> None:
         type(self).lives += 1
         self._start_server()
         self.engine = SimulatedEngine(
@@ -63,6 +68,7 @@ class EngineLife(RuleBasedStateMachine):
             num_blocks=NUM_BLOCKS,
             tensor_size=ranks,
             mla=mla,
+            async_scheduling=async_scheduling,
             max_num_seqs=4,
             extra_config={"kvdock.save_decode": save_decode},
         )
