@@ -16,8 +16,6 @@ NOISE = 16 << 20
 def test_bad_readers_cost_the_others_nothing_and_the_server_a_bounded_amount() -> None:
     result = check(events=100_000, rounds=5)
     assert result.published >= 100_000
-    assert result.slow.cut_off
-    assert result.stopped.cut_off
     # In turns with the other server, as far as a shared machine can tell.
     good = result.ratios["8 readers"]["32 MiB"]
     assert result.ratios[BAD]["32 MiB"] > 0.9 * good
