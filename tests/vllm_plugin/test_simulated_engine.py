@@ -159,8 +159,11 @@ def test_generated_tokens_are_stored_too(start_engine: StartEngine) -> None:
     assert extra(warm) == 2 * C
 
 
-def test_a_last_chunk_that_ends_with_the_last_computed_token(start_engine: StartEngine) -> None:
-    first = start_engine().generate(prompt(C + 1), max_tokens=C)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_last_chunk_that_ends_with_the_last_computed_token(
+    start_engine: StartEngine, async_scheduling: bool
+) -> None:
+    first = start_engine(async_scheduling=async_scheduling).generate(prompt(C + 1), max_tokens=C)
     warm = start_engine().generate(prompt(C + 1) + first.tokens, kv_transfer_params=ASK)
     assert extra(warm) == 2 * C
 
@@ -299,7 +302,11 @@ def step_until_loading(engine: SimulatedEngine) -> None:
         engine.step()
 
 
-def test_an_abort_after_any_step(engine: SimulatedEngine, kvdock: Any) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_abort_after_any_step(
+    start_engine: StartEngine, kvdock: Any, async_scheduling: bool
+) -> None:
+    engine = start_engine(async_scheduling=async_scheduling)
     engine.generate(prompt(4 * C))
     for steps in range(1, 12):
         engine.forget()
@@ -311,11 +318,12 @@ def test_an_abort_after_any_step(engine: SimulatedEngine, kvdock: Any) -> None:
         assert_nothing_held(kvdock)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_preempted_requests_are_resumed_from_what_was_stored(
-    start_engine: StartEngine, kvdock: Any
+    start_engine: StartEngine, kvdock: Any, async_scheduling: bool
 ) -> None:
     # Six requests grow to 20 blocks each, and there are 60.
-    engine = start_engine(num_blocks=61)
+    engine = start_engine(num_blocks=61, async_scheduling=async_scheduling)
     for n in range(6):
         engine.add(f"r{n}", prompt(3 * C, seed=n), max_tokens=2 * C, kv_transfer_params=ASK)
     engine.run(60)
@@ -349,13 +357,14 @@ def _count_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_blocks_given_away_while_a_store_reads_them(
-    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
 ) -> None:
     # Copies take longer than preempted blocks may be read, so that stores are given up.
     _slow_copies(monkeypatch, 0.03)
     monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
-    engine = start_engine(num_blocks=61)
+    engine = start_engine(num_blocks=61, async_scheduling=async_scheduling)
     for n in range(6):
         engine.add(f"r{n}", prompt(3 * C, seed=n), max_tokens=2 * C)
     engine.run(120)
@@ -766,3 +775,12 @@ def test_vllm_is_told_what_was_counted(engine: SimulatedEngine) -> None:
         "stored_chunks": 4,
         "stored_bytes": 4 * chunk_bytes,
     }
+
+
+def test_workers_hear_of_the_server_once_and_before_any_request(engine: SimulatedEngine) -> None:
+    connector: Any = engine.scheduler.connector
+    assert connector.has_pending_push_work()
+    assert engine.scheduler.has_requests(), "an idle engine would not step"
+    engine.step()
+    assert not connector.has_pending_push_work()
+    assert not engine.scheduler.has_requests()
