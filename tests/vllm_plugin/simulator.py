@@ -294,6 +294,8 @@ class SimulatedEngine:
         """Preempts all running requests, which may be resumed in the next step; false if vLLM
         would refuse, because a load or a store holds blocks.
         """
+        while self._pending:
+            self._process(*self._pending.popleft())
         manager = self.scheduler.kv_cache_manager
         waiting = set(self.scheduler.requests.values()) - set(self.scheduler.running)
         if any(any(manager.get_block_ids(request.request_id)) for request in waiting):
