@@ -92,7 +92,8 @@ def main() -> int:
     for name in arguments.engines.split(","):
         engine = ENGINES[name]
         seconds = min(ENGINE_SECONDS, deadline - time.monotonic())
-        result, failure = {}, "no time is left for it (--seconds)"
+        result: dict[str, Any] = {}
+        failure = "no time is left for it (--seconds)"
         if seconds > 0:
             result, failure = run(engine, arguments.prompts, seconds)
         results[name] = result

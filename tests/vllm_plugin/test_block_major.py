@@ -57,12 +57,11 @@ def test_another_number_of_layers_is_refused() -> None:
 
 def test_blocks_in_one_piece_are_preferred_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_config: Any = None
-    preferred = KVDockConnector.prefer_cross_layer_blocks.fget
-    assert preferred is not None
-    assert not preferred(None)
+    unmade = KVDockConnector.__new__(KVDockConnector)
+    assert not unmade.prefer_cross_layer_blocks
     assert KVDockConnector.get_required_kvcache_layout(vllm_config) is None
     monkeypatch.setattr(connector, "_on_cuda", lambda: True)
-    assert preferred(None)
+    assert unmade.prefer_cross_layer_blocks
     assert KVDockConnector.get_required_kvcache_layout(vllm_config) == "BLNHC"
     # Versions before 0.32 know other names.
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_layout", None)
