@@ -42,9 +42,9 @@ from kvdock.keys import chunk_keys
 CHUNK_TOKENS = 256
 SHARD_BYTES = 32 << 20
 """256 tokens of a Llama 3.1 8B in 16 bits."""
-CHUNKS = 32
-"""Of one store or retrieve: 1 GiB, a prompt of 8,192 tokens."""
-POOL_BYTES = 5 << 29
+CHUNKS = 64
+"""Of one store or retrieve: 2 GiB, a prompt of 16,384 tokens."""
+POOL_BYTES = 5 << 30
 
 PIECE_BYTES = 4 << 20
 """Copies give way to others after each piece. A kernel that lets a copying process finish its time

@@ -19,7 +19,7 @@ from kvdock.v1 import cache_pb2, types_pb2
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-MESSAGE_BYTES = 256 << 10
+MESSAGE_BYTES = 128 << 10
 
 # protobuf's wire types, and the fields that carry a Put's bytes.
 _VARINT = 0

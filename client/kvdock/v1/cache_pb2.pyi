@@ -713,7 +713,7 @@ class PutData(google.protobuf.message.Message):
     chunk: builtins.int
     """Index into the keys."""
     data: builtins.bytes
-    """The bytes that follow those sent before for this chunk. 256 KiB a message is a good size: larger
+    """The bytes that follow those sent before for this chunk. 128 KiB a message is a good size: larger
     ones carry no more and keep other calls waiting. At most 2 MiB.
     """
     def __init__(
@@ -822,7 +822,7 @@ class GetRequest(google.protobuf.message.Message):
     kv_worker_id: builtins.int
     """Which shard."""
     message_bytes: builtins.int
-    """Bytes a message. 0 means 256 KiB; at most 2 MiB."""
+    """Bytes a message. 0 means 128 KiB; at most 2 MiB."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys, 32 bytes each, in any order. From 1 to 16,384."""

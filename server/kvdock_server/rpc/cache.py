@@ -21,7 +21,7 @@ from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.status import STALL_SECONDS, Context, stalled, streaming, unary
 from kvdock_server.sessions import Session
 
-DEFAULT_MESSAGE_BYTES = 256 << 10
+DEFAULT_MESSAGE_BYTES = 128 << 10
 MAX_MESSAGE_BYTES = 2 << 20
 
 _GET_DATA = tag(pb.GetResponse, "data")
@@ -168,7 +168,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         """Its responses are encoded already."""
         step = request.message_bytes or DEFAULT_MESSAGE_BYTES
         if step > MAX_MESSAGE_BYTES:
-            raise invalid(f"message_bytes {step}: at most {MAX_MESSAGE_BYTES}, 0 means 256 KiB")
+            raise invalid(f"message_bytes {step}: at most {MAX_MESSAGE_BYTES}, 0 means 128 KiB")
         shards = self._core.readable(
             request.namespace, verbs.group_idx(request), request.kv_worker_id, request.keys
         )
