@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.status import Context, abort, as_request_error, to_proto
+
+logger = logging.getLogger(__name__)
 
 _OPEN_SECONDS = 5.0
 # What a session has sent beyond that waits in its stream, and in the end in its process.
@@ -67,7 +70,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         finally:
             ending.cancel()
             serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        (ended,) = await asyncio.gather(serving, return_exceptions=True)
+        if isinstance(ended, Exception):
+            # Mostly a client that is gone while it is being answered.
+            logger.info("a session's stream broke: %r", ended)
 
     def _open(self, first: pb.SessionRequest) -> sessions.Session:
         if first.WhichOneof("request") != "open":
