@@ -27,7 +27,10 @@ import numpy as np
 import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -134,6 +137,7 @@ class SimulatedEngine:
         mla: bool = False,
         tensor_size: int = 1,
         async_scheduling: bool = False,
+        handshake: bool = True,
         extra_config: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
@@ -178,11 +182,11 @@ class SimulatedEngine:
         )
         connector: Any = self.scheduler.connector
         self.connector: KVDockConnector = connector
+        descriptions = [_pickled(rank.connector.get_handshake_metadata()) for rank in self.ranks]
+        # vLLM passes on one connector's only, where there are several.
+        known = descriptions if handshake else [KVConnectorHandshakeMetadata() for _ in self.ranks]
         self.connector.set_xfer_handshake_metadata_pp_aware(
-            {
-                (0, rank): _pickled(worker.connector.get_handshake_metadata())
-                for rank, worker in enumerate(self.ranks)
-            }
+            {(0, rank): metadata for rank, metadata in enumerate(known)}
         )
         self._aggregator = KVOutputAggregator(tensor_size)
         init_none_hash(_sha256)

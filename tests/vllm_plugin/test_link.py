@@ -184,6 +184,18 @@ def test_what_cannot_succeed_is_not_tried_again(
     assert "this model is not supported" in caplog.text
 
 
+def test_what_should_not_happen_is_logged_and_tried_again(
+    server: Any, make_link: Any, prepare: Preparation, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare.refuse = RuntimeError("a bug of ours")
+    link = make_link(server.address)
+    link.start(5)
+    assert link.current is None
+    prepare.refuse = None
+    eventually(lambda: link.current is not None)
+    assert "a bug of ours" in caplog.text
+
+
 def test_closing_twice_and_before_the_start(server: Any, prepare: Preparation) -> None:
     link = Link("test", parse(server.address), open_session, prepare)
     link.close()

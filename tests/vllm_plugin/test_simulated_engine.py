@@ -685,6 +685,16 @@ def test_tensor_parallel_ranks(start_engine: StartEngine, kvdock: Any, mla: bool
     assert status(kvdock).counters.stored_shards == stored
 
 
+def test_ranks_that_the_handshake_left_out(start_engine: StartEngine) -> None:
+    engine = start_engine(tensor_size=2, handshake=False)
+    assert engine.connector._of_scheduler._link.current is None
+    engine.generate(prompt(C))
+    _wait_connected(engine)
+    engine.generate(prompt(2 * C))
+    engine.forget()
+    assert extra(engine.generate(prompt(2 * C), kv_transfer_params=ASK)) == 2 * C
+
+
 @pytest.mark.parametrize(
     ("tokens", "loaded"), [(2 * C - 1, 0), (2 * C, 2 * C), (2 * C + 1, 2 * C), (2 * C + 2, 0)]
 )

@@ -147,6 +147,11 @@ class Link(Generic[Prepared]):
                 _log.error("KVDock is not used by this engine (%s): %s", self._name, error)
                 self._attempted.set()
                 return
+            except Exception:
+                _log.exception("KVDock (%s) could not connect to %s", self._name, self._address)
+                self._attempted.set()
+                self._attempt_now.wait(_LONGEST_DELAY)
+                continue
             delay = _FIRST_DELAY
             if renewals == self._renewals:
                 outage.over()

@@ -110,6 +110,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What the workers finished since their last report."""
 
     stores: dict[int, StoreOutcome] = field(default_factory=dict)
+    descriptions: tuple[WorkerDescription, ...] = ()
+    """In a worker's first report. vLLM's handshake is earlier, but serves only one connector."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The report of both."""
@@ -118,7 +120,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for job_id, theirs in other.stores.items():
             ours = stores.get(job_id)
             stores[job_id] = theirs if ours is None else _both(ours, theirs)
-        return WorkerReport(stores)
+        return WorkerReport(stores, self.descriptions + other.descriptions)
 
 
 def _both(one: StoreOutcome, other: StoreOutcome) -> StoreOutcome:

@@ -151,7 +151,8 @@ class SchedulerHalf:
             if publishes_events(vllm_config)
             else None
         )
-        self._workers: Mapping[int, WorkerDescription] = {}
+        self._workers: dict[int, WorkerDescription] = {}
+        self._is_connecting = False
         self._namespaces: dict[int, Namespace] = {}
         self._engine_id = str(transfer.engine_id)
         self._link: Link[Target] = Link(
@@ -181,17 +182,27 @@ class SchedulerHalf:
 
     # -- connection -----------------------------------------------------------------------------
 
-    def describe_workers(self, descriptions: Iterable[WorkerDescription]) -> None:
-        """Takes the workers' descriptions, all at once, and connects.
+    def describe_workers(
+        self, descriptions: Iterable[WorkerDescription], *, at_start: bool = True
+    ) -> None:
+        """Takes workers' descriptions, and connects when all are there.
 
-        Waits a moment for that, so that the first request finds the cache if there is one. Raises
-        ValueError if a worker is missing.
+        ``at_start`` waits a moment for that, so that the first request finds the cache if there is
+        one.
         """
-        self._workers = {description.worker_id: description for description in descriptions}
-        missing = set(range(self._strategy.world_size)) - self._workers.keys()
-        if missing:
-            raise ValueError(f"workers {sorted(missing)} did not describe their KV cache")
-        self._link.start(_START_SECONDS)
+        if self._is_connecting:
+            return
+        self._workers.update((worker.worker_id, worker) for worker in descriptions)
+        if len(self._workers) < self._strategy.world_size:
+            _log.info(
+                "%d of %d workers have described their KV cache; the others will with their first "
+                "step",
+                len(self._workers),
+                self._strategy.world_size,
+            )
+            return
+        self._is_connecting = True
+        self._link.start(_START_SECONDS if at_start else 0)
 
     def _open_session(self, client: Client, on_lost: Any) -> Session:
         return client.session(self._engine_id, role=SessionRole.SCHEDULER, on_lost=on_lost)
@@ -563,6 +574,8 @@ class SchedulerHalf:
         """Takes what the workers finished."""
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
+            if report.descriptions:
+                self.describe_workers(report.descriptions, at_start=False)
             for job_id, outcome in report.stores.items():
                 self._note_store(job_id, outcome)
         if output.invalid_block_ids:

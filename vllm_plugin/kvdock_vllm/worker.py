@@ -125,6 +125,7 @@ class WorkerHalf:
         self._loaded: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report = WorkerReport()
+        self._has_reported = False
         self._stats = Stats()
 
     # -- start ----------------------------------------------------------------------------------
@@ -237,8 +238,11 @@ class WorkerHalf:
         return failed
 
     def take_report(self) -> WorkerReport | None:
-        """What became of stores, since the last call."""
-        if not self._report.stores:
+        """What became of stores, since the last call; and once, who this worker is."""
+        if not self._has_reported and self._description is not None:
+            self._has_reported = True
+            self._report.descriptions = (self._description,)
+        if not self._report.stores and not self._report.descriptions:
             return None
         report, self._report = self._report, WorkerReport()
         return report
