@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 # The answer to each of these is the work of microseconds. Somebody waits for a load.
 _LOAD_RPC_SECONDS = 2.0
+# As many as one FreeLocks may name.
+_MOST_LOCK_RANGES = 256
 _STORE_RPC_SECONDS = 5.0
 # How long a copy may take that was told to stop.
 _STOP_SECONDS = 5.0
@@ -140,8 +142,15 @@ class HostTransfers(Transfers):
             cache_pb2.LockRange(lease_id=spec.lease_id, first_chunk=first, end_chunk=first + width)
             for first in range(spec.first_chunk, spec.end_chunk, width)
         ]
-        request = cache_pb2.FreeLocksRequest(locks=locks)
-        released = _answer(session.submit(request), "FreeLocks", _LOAD_RPC_SECONDS).released
+        answers = [
+            session.submit(cache_pb2.FreeLocksRequest(locks=locks[at : at + _MOST_LOCK_RANGES]))
+            for at in range(0, len(locks), _MOST_LOCK_RANGES)
+        ]
+        released = [
+            count
+            for answer in answers
+            for count in _answer(answer, "FreeLocks", _LOAD_RPC_SECONDS).released
+        ]
         return [count == width for count in released for _ in range(width)]
 
     def store(
