@@ -17,8 +17,6 @@ from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.sessions import Mode, Session
 
-Status = types.ChunkStatus
-
 MAX_EVENT_DATA_BYTES = 1 << 20
 
 RESERVE_STATUS = {
