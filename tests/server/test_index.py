@@ -170,6 +170,9 @@ def test_locks_of_readers_are_apart_and_freeing_twice_frees_once() -> None:
     assert core.free_locks(first, everything) == [2]
     assert core.free_locks(first, everything) == [0]
     assert lease.locks == 2
+    # The other reader's locks keep the memory in place.
+    assert core.index.pinned_parts == 2
+    assert core.index.evict(None) == (0, 0)
     assert core.free_locks(second, everything) == [2]
     assert core.free_locks(owner, everything) == [0]
     assert core.index.pinned_parts == 0
@@ -372,6 +375,16 @@ class CoreMachine(RuleBasedStateMachine):
         self.open.update(new)
         return multiple(*new)
 
+    @rule(path=paths)
+    def store(self, path: list[int]) -> None:
+        """Whole prompts, so that many lookups hit."""
+        for group_idx in self.group_ids:
+            for shard in range(self.world):
+                for slot in self.core.reserve(None, "n", group_idx, shard, b"", prompt(*path)):
+                    if isinstance(slot, Slot):
+                        self.written[slot.offset] = slot.part.chunk.key
+                        assert self.core.seal(slot)
+
     @rule(slot=consumes(slots))
     def seal(self, slot: Slot) -> None:
         self.open.discard(slot)
@@ -482,5 +495,5 @@ class CoreMachine(RuleBasedStateMachine):
         return list(parts.values())
 
 
-CoreMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+CoreMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestCoreMachine = CoreMachine.TestCase
