@@ -11,7 +11,7 @@ import enum
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 
 from kvdock.errors import KVDockError
 from kvdock.v1 import cache_pb2
@@ -31,7 +31,7 @@ class State(enum.Enum):
 
 
 class Lookup:
-    """Never blocks. Used by one thread."""
+    """Blocks only where it is given a time. Used by one thread."""
 
     def __init__(
         self, live: Live[Target], keys: Sequence[bytes], *, readers: int, timeout: float
@@ -55,10 +55,14 @@ class Lookup:
         """What was asked."""
         return self.live.prepared
 
-    def poll(self) -> bool:
-        """Looks whether there is an answer, or the time is up. True if that was settled now."""
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Looks whether there is an answer, waiting for it so long at most, or whether the time is
+        up. True if that was settled now.
+        """
         if self.state is not State.ASKED:
             return False
+        if seconds > 0:
+            wait([self._future], seconds)
         if not self._future.done():
             if time.monotonic() < self._deadline:
                 return False

@@ -1,6 +1,7 @@
 """The half of the connector in vLLM's scheduler: decides what is loaded and what is stored.
 
-It never waits for the server, and the server's absence costs a request nothing. Its state is one
+It never keeps a busy engine waiting for the server, and the server's absence costs a request
+nothing. Its state is one
 record a request, and one for each load and each store that is under way, because those outlive the
 request. What vLLM does to it, in order:
 
@@ -67,6 +68,10 @@ EXTRA_TOKENS_KEYS = ("num_kvdock_extra_cached_tokens", "num_lmcache_extra_cached
 
 # Most keys that one Lookup may name; a longer prompt is looked up as far as that.
 _MOST_KEYS = 16_384
+
+# An engine that computes nothing may wait so long for answers in one step: that is less than the
+# empty step after which it would ask again.
+_IDLE_WAIT_SECONDS = 0.002
 
 # What was refused (no memory, a parent that went) is not offered again sooner.
 _RETRY_SECONDS = 1.0
@@ -170,6 +175,8 @@ class SchedulerHalf:
         self._loads: dict[str, _Load] = {}
         self._jobs: dict[int, _Job] = {}
         self._num_jobs = 0
+        # Of that, what is left in this step.
+        self._idle_seconds = _IDLE_WAIT_SECONDS
         # For the next step's metadata.
         self._new_loads: list[LoadSpec] = []
         self._new_stores: list[StoreSpec] = []
@@ -273,8 +280,10 @@ class SchedulerHalf:
             if record.lookup is None:
                 return 0, False
         lookup = record.lookup
-        if lookup.poll():
+        began = time.monotonic()
+        if lookup.poll(self._idle_seconds):
             self._count(lookup)
+        self._idle_seconds -= time.monotonic() - began
         if lookup.state is State.ASKED:
             return None, False
         lookup.num_computed_tokens = num_computed_tokens
@@ -450,13 +459,15 @@ class SchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """What the workers have to know for this step."""
+        has_forward = scheduler_output.total_num_scheduled_tokens > 0
+        self._idle_seconds = 0.0 if has_forward else _IDLE_WAIT_SECONDS
         metadata = StepMetadata(
             news=self._news(),
             preempted=sorted(scheduler_output.preempted_req_ids or ()),
             loads=self._new_loads,
             stores=self._new_stores,
             finished=self._new_finished,
-            has_forward=scheduler_output.total_num_scheduled_tokens > 0,
+            has_forward=has_forward,
         )
         self._new_loads, self._new_stores, self._new_finished = [], [], []
         try:

@@ -60,6 +60,9 @@ _SESSION_SECONDS = 2.0
 _FLUSH_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
+# In a step without computation an engine has nothing to do but to wait for loads. It looks for new
+# requests so often.
+_IDLE_WAIT_SECONDS = 0.002
 
 T = TypeVar("T")
 
@@ -121,6 +124,8 @@ class WorkerHalf:
         # Of the engine's thread:
         self._unsubmitted: list[_StoreJob] = []
         self._open_stores: dict[str, set[_StoreJob]] = defaultdict(set)
+        self._num_loads = 0
+        """Under way."""
         self._held: set[str] = set()
         self._loaded: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -209,6 +214,7 @@ class WorkerHalf:
         for spec in metadata.loads:
             ended = _Ended(Stats(), load=spec, ready=self._transfers.mark())
             self._load_threads.submit(self._guarded, ended, self._load)
+            self._num_loads += 1
 
     def start_stores(self) -> None:
         """Hands the stores noted so far to the background. Their blocks must have been computed."""
@@ -223,10 +229,11 @@ class WorkerHalf:
         Each once. The blocks that a load could not fill are told by :meth:`take_failed_blocks`,
         which vLLM asks after this, in the same step.
         """
-        if metadata is not None and not metadata.has_forward:
+        idle = metadata is not None and not metadata.has_forward
+        if idle:
             # Some versions of vLLM do not call wait_for_save in a step without forward pass.
             self.start_stores()
-        self._collect()
+        self._collect(_IDLE_WAIT_SECONDS if idle and self._num_loads else 0)
         stored = {name for name in self._held if not self._open_stores.get(name)}
         self._held -= stored
         loaded, self._loaded = self._loaded, set()
@@ -264,15 +271,17 @@ class WorkerHalf:
         self._store_threads.shutdown(wait=False, cancel_futures=True)
         self._link.close()
 
-    def _collect(self) -> None:
-        """Takes over what the background threads have finished."""
+    def _collect(self, seconds: float) -> None:
+        """Takes over what the background threads have finished, and waits so long for the first."""
         while True:
             try:
-                ended = self._ended.get_nowait()
+                ended = self._ended.get(timeout=seconds) if seconds else self._ended.get_nowait()
             except Empty:
                 return
+            seconds = 0.0
             self._stats.aggregate(ended.stats)
             if ended.load is not None:
+                self._num_loads -= 1
                 self._loaded.add(ended.load.request_id)
                 self._failed_blocks |= ended.failed_blocks
             if ended.store is not None:
