@@ -45,38 +45,72 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadSpec:
-    """Load the hit of one request: chunks [first_chunk, end_chunk) of its lookup."""
+class GroupLoad:
+    """Fill the blocks of one group with its parts of chunks [first_chunk, end_chunk) of a hit."""
 
-    request_id: str
-    lease_id: int
+    position: int
+    """Which of the model's groups."""
+    group_idx: int | None
+    """The same as the server is told it: None if the model has only one group."""
     first_chunk: int
     end_chunk: int
     skip_blocks: int
-    """Blocks of the first chunk that the engine has already."""
+    """Blocks of the first chunk that are not wanted: the engine has them already."""
     block_ids: tuple[int, ...]
     """The engine's blocks to fill, from there on. The last chunk's may be fewer than it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """Load the hit of one request."""
+
+    request_id: str
+    lease_id: int
+    groups: tuple[GroupLoad, ...]
+    """Those that have something to load."""
     all_or_nothing: bool
     """If one block fails, all do."""
     target: Target | None
     """None: the server was lost since the hit was promised, so that the load fails."""
 
+    @property
+    def block_ids(self) -> frozenset[int]:
+        """All blocks to fill."""
+        return frozenset(block for group in self.groups for block in group.block_ids)
+
 
 @dataclass(frozen=True, slots=True)
-class StoreSpec:
-    """Store consecutive chunks of one request."""
+class GroupStore:
+    """Store one group's parts of consecutive chunks of a request."""
 
-    job_id: int
-    request_id: str
+    position: int
+    """Which of the model's groups."""
+    group_idx: int | None
+    """The same as the server is told it: None if the model has only one group."""
     first_chunk: int
     parent: bytes
     """Key of the chunk before the first; empty for a prompt's first."""
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     """Blocks of all chunks, chunk by chunk."""
-    target: Target
     event_data: tuple[ChunkEventData, ...] = ()
     """What events are to tell of each chunk; empty if nobody keeps them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """Store what became complete of one request."""
+
+    job_id: int
+    request_id: str
+    groups: tuple[GroupStore, ...]
+    """Those that have something to store; at least one."""
+    target: Target
+
+    @property
+    def first_chunk(self) -> int:
+        """First chunk of which something is to be stored."""
+        return min(group.first_chunk for group in self.groups)
 
 
 @dataclass

@@ -39,6 +39,8 @@ from kvdock_vllm.layout import blocks_per_chunk, fitting_chunk_tokens, group_sha
 from kvdock_vllm.link import Breaker, Link, Live
 from kvdock_vllm.lookup import Lookup, State
 from kvdock_vllm.metadata import (
+    GroupLoad,
+    GroupStore,
     LoadSpec,
     StepMetadata,
     StoreOutcome,
@@ -416,10 +418,16 @@ class SchedulerHalf:
             LoadSpec(
                 request_id=request_id,
                 lease_id=lease_id,
-                first_chunk=first_chunk,
-                end_chunk=end_chunk,
-                skip_blocks=skip_blocks,
-                block_ids=block_ids,
+                groups=(
+                    GroupLoad(
+                        position=0,
+                        group_idx=self._shapes[0].group_idx,
+                        first_chunk=first_chunk,
+                        end_chunk=end_chunk,
+                        skip_blocks=skip_blocks,
+                        block_ids=block_ids,
+                    ),
+                ),
                 all_or_nothing=self._whole_prompts_only,
                 target=target,
             )
@@ -543,20 +551,26 @@ class SchedulerHalf:
         return StoreSpec(
             job_id=job_id,
             request_id=request.request_id,
-            first_chunk=first,
-            parent=keys[first - 1] if first else b"",
-            keys=tuple(keys[first:end]),
-            block_ids=tuple(record.block_ids[first * in_chunk : end * in_chunk]),
+            groups=(
+                GroupStore(
+                    position=0,
+                    group_idx=self._shapes[0].group_idx,
+                    first_chunk=first,
+                    parent=keys[first - 1] if first else b"",
+                    keys=tuple(keys[first:end]),
+                    block_ids=tuple(record.block_ids[first * in_chunk : end * in_chunk]),
+                    event_data=self._teller.tell(
+                        request,
+                        first,
+                        end,
+                        chunk_tokens=target.chunk_tokens,
+                        block_tokens=self._block_tokens,
+                    )
+                    if target.event_log
+                    else (),
+                ),
+            ),
             target=target,
-            event_data=self._teller.tell(
-                request,
-                first,
-                end,
-                chunk_tokens=target.chunk_tokens,
-                block_tokens=self._block_tokens,
-            )
-            if target.event_log
-            else (),
         )
 
     def _note_store(self, job_id: int, outcome: StoreOutcome) -> None:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -23,13 +23,14 @@ from kvdock.errors import DeadlineExceeded
 from kvdock.types import ChunkStatus, TransferMode
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.copier import Copier, CopyStoppedError
-from kvdock_vllm.metadata import LoadSpec, StoreSpec, Target
+from kvdock_vllm.layout import blocks_per_chunk
+from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
 from kvdock_vllm.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     import torch
 
-    from kvdock_vllm.layout import GroupLayout
+    from kvdock_vllm.layout import GroupLayout, GroupShape
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ Stop = Callable[[], bool]
 
 
 class Transfers(ABC):
-    """Moves the chunks of loads and stores."""
+    """Moves the chunks of loads and stores, of one group at a time."""
 
     @abstractmethod
     def prepare(self, session: Session) -> None:
@@ -66,7 +67,15 @@ class Transfers(ABC):
         """Stands for what the engine has queued so far, for ``ready``. Called on its thread."""
 
     @abstractmethod
-    def load(self, session: Session, spec: LoadSpec, ready: bytes, stop: Stop) -> list[bool]:
+    def load(
+        self,
+        session: Session,
+        target: Target,
+        lease_id: int,
+        group: GroupLoad,
+        ready: bytes,
+        stop: Stop,
+    ) -> list[bool]:
         """Fills blocks; for each chunk whether its blocks are filled. Frees the reader's locks.
 
         Raises KVDockError, or CopyStoppedError when ``stop()`` is true.
@@ -74,7 +83,7 @@ class Transfers(ABC):
 
     @abstractmethod
     def store(
-        self, session: Session, spec: StoreSpec, ready: bytes, stop: Stop
+        self, session: Session, target: Target, group: GroupStore, ready: bytes, stop: Stop
     ) -> list[ChunkStatus]:
         """Stores chunks; what became of each.
 
@@ -90,9 +99,14 @@ class Transfers(ABC):
 class HostTransfers(Transfers):
     """Copies between blocks in this process's memory and the mapped pool."""
 
-    def __init__(self, layout: GroupLayout, block_tokens: int, strategy: ParallelStrategy) -> None:
-        self._copier = Copier(layout)
-        self._block_tokens = block_tokens
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        shapes: Sequence[GroupShape],
+        strategy: ParallelStrategy,
+    ) -> None:
+        self._copiers = [Copier(layout) for layout in layouts]
+        self._shapes = shapes
         self._strategy = strategy
         self._changed = threading.Condition()
         self._running: dict[Session, int] = {}
@@ -107,40 +121,56 @@ class HostTransfers(Transfers):
     def mark(self) -> bytes:
         return b""
 
-    def load(self, session: Session, spec: LoadSpec, ready: bytes, stop: Stop) -> list[bool]:
+    def load(
+        self,
+        session: Session,
+        target: Target,
+        lease_id: int,
+        group: GroupLoad,
+        ready: bytes,
+        stop: Stop,
+    ) -> list[bool]:
+        copier = self._copiers[group.position]
+        in_chunk = blocks_per_chunk(target.chunk_tokens, self._shapes[group.position])
         found = session.retrieve(
-            spec.lease_id,
-            spec.first_chunk,
-            spec.end_chunk,
+            lease_id,
+            group.first_chunk,
+            group.end_chunk,
+            group_idx=group.group_idx,
             kv_worker_id=self._strategy.kv_worker_id,
             reader=self._strategy.worker_id,
             timeout=_LOAD_RPC_SECONDS,
         )
         filled = []
-        for result, (skip, block_ids) in zip(
-            found, split_blocks(spec, self._block_tokens), strict=True
-        ):
+        for result, (skip, block_ids) in zip(found, split_blocks(group, in_chunk), strict=True):
             if result.status is ChunkStatus.RETRIEVED and result.location is not None:
                 with self._using(session):
                     host = session.pool.array(result.location)
-                    begin = skip * self._copier.block_bytes
-                    end = begin + len(block_ids) * self._copier.block_bytes
-                    self._copier.scatter(host[begin:end], block_ids, stop)
+                    begin = skip * copier.block_bytes
+                    end = begin + len(block_ids) * copier.block_bytes
+                    copier.scatter(host[begin:end], block_ids, stop)
                 filled.append(True)
             else:
                 filled.append(False)
         # Only locks that were still held after the copy prove that the bytes were the chunks'. One
         # range costs the server less, but says nothing where some were not to be had.
-        held = self._free_locks(session, spec, one_range=all(filled))
+        held = self._free_locks(session, lease_id, group, one_range=all(filled))
         return [ok and lock for ok, lock in zip(filled, held, strict=True)]
 
-    def _free_locks(self, session: Session, spec: LoadSpec, *, one_range: bool) -> list[bool]:
+    def _free_locks(
+        self, session: Session, lease_id: int, group: GroupLoad, *, one_range: bool
+    ) -> list[bool]:
         """Frees this reader's locks; for each chunk whether its lock is known to have been held."""
-        chunks = spec.end_chunk - spec.first_chunk
+        chunks = group.end_chunk - group.first_chunk
         width = chunks if one_range else 1
         locks = [
-            cache_pb2.LockRange(lease_id=spec.lease_id, first_chunk=first, end_chunk=first + width)
-            for first in range(spec.first_chunk, spec.end_chunk, width)
+            cache_pb2.LockRange(
+                lease_id=lease_id,
+                first_chunk=first,
+                end_chunk=first + width,
+                group_idx=group.group_idx,
+            )
+            for first in range(group.first_chunk, group.end_chunk, width)
         ]
         answers = [
             session.submit(cache_pb2.FreeLocksRequest(locks=locks[at : at + _MOST_LOCK_RANGES]))
@@ -154,28 +184,30 @@ class HostTransfers(Transfers):
         return [count == width for count in released for _ in range(width)]
 
     def store(
-        self, session: Session, spec: StoreSpec, ready: bytes, stop: Stop
+        self, session: Session, target: Target, group: GroupStore, ready: bytes, stop: Stop
     ) -> list[ChunkStatus]:
+        copier = self._copiers[group.position]
+        in_chunk = blocks_per_chunk(target.chunk_tokens, self._shapes[group.position])
         reservation = session.reserve(
-            spec.target.namespace,
-            spec.keys,
-            parent=spec.parent,
-            event_data=spec.event_data,
+            target.namespace,
+            group.keys,
+            parent=group.parent,
+            group_idx=group.group_idx,
+            event_data=group.event_data,
             timeout=_STORE_RPC_SECONDS,
         )
         statuses = [chunk.status for chunk in reservation.chunks]
         wanted = [i for i, status in enumerate(statuses) if status is ChunkStatus.RESERVED]
         if not wanted:
             return statuses
-        in_chunk = len(spec.block_ids) // len(spec.keys)
         try:
             for index in wanted:
                 location = reservation.chunks[index].location
                 if location is None:
                     raise ValueError(f"the server reserved chunk {index} and did not say where")
-                block_ids = spec.block_ids[index * in_chunk : (index + 1) * in_chunk]
+                block_ids = group.block_ids[index * in_chunk : (index + 1) * in_chunk]
                 with self._using(session):
-                    self._copier.gather(block_ids, session.pool.array(location), stop)
+                    copier.gather(block_ids, session.pool.array(location), stop)
             if stop():
                 raise CopyStoppedError
         except BaseException:
@@ -210,15 +242,15 @@ class DeviceTransfers(Transfers):
 
     def __init__(
         self,
-        layout: GroupLayout,
-        block_tokens: int,
+        layouts: Sequence[GroupLayout],
+        shapes: Sequence[GroupShape],
         device: torch.device,
         strategy: ParallelStrategy,
     ) -> None:
         from kvdock_vllm.device_memory import ReadyEvents
 
-        self._layout = layout
-        self._block_tokens = block_tokens
+        self._layouts = layouts
+        self._shapes = shapes
         self._device = device
         self._strategy = strategy
         self._events = ReadyEvents(device)
@@ -235,19 +267,27 @@ class DeviceTransfers(Transfers):
     def mark(self) -> bytes:
         return self._events.record()
 
-    def load(self, session: Session, spec: LoadSpec, ready: bytes, stop: Stop) -> list[bool]:
-        assert spec.target is not None
-        self._register(session, spec.target)
+    def load(
+        self,
+        session: Session,
+        target: Target,
+        lease_id: int,
+        group: GroupLoad,
+        ready: bytes,
+        stop: Stop,
+    ) -> list[bool]:
+        self._register(session, target)
         if stop():
             raise CopyStoppedError
         request = cache_pb2.RetrieveRequest(
-            lease_id=spec.lease_id,
-            first_chunk=spec.first_chunk,
-            end_chunk=spec.end_chunk,
+            lease_id=lease_id,
+            group_idx=group.group_idx,
+            first_chunk=group.first_chunk,
+            end_chunk=group.end_chunk,
             kv_worker_id=self._strategy.kv_worker_id,
             reader=self._strategy.worker_id,
-            block_ids=spec.block_ids,
-            skip_blocks=spec.skip_blocks,
+            block_ids=group.block_ids,
+            skip_blocks=group.skip_blocks,
             ready_event=ready,
             timeout_ms=round(_DEVICE_LOAD_SECONDS * 1000),
         )
@@ -256,18 +296,19 @@ class DeviceTransfers(Transfers):
         return [chunk.status == ChunkStatus.RETRIEVED.value for chunk in answer.chunks]
 
     def store(
-        self, session: Session, spec: StoreSpec, ready: bytes, stop: Stop
+        self, session: Session, target: Target, group: GroupStore, ready: bytes, stop: Stop
     ) -> list[ChunkStatus]:
-        self._register(session, spec.target)
+        self._register(session, target)
         if stop():
             raise CopyStoppedError
         request = cache_pb2.StoreRequest(
-            namespace=spec.target.namespace,
-            parent_key=spec.parent,
-            keys=spec.keys,
-            block_ids=spec.block_ids,
+            namespace=target.namespace,
+            group_idx=group.group_idx,
+            parent_key=group.parent,
+            keys=group.keys,
+            block_ids=group.block_ids,
             ready_event=ready,
-            event_data=[data.to_proto() for data in spec.event_data],
+            event_data=[data.to_proto() for data in group.event_data],
             timeout_ms=round(_DEVICE_STORE_SECONDS * 1000),
         )
         seconds = _DEVICE_STORE_SECONDS + _PIECE_SECONDS
@@ -289,10 +330,12 @@ class DeviceTransfers(Transfers):
                 return
             if self._not_exportable:
                 raise CopyStoppedError
-            in_chunk = target.chunk_tokens // self._block_tokens
-            group = ExportedGroup(None, self._layout, in_chunk)
+            groups = [
+                ExportedGroup(shape.group_idx, layout, blocks_per_chunk(target.chunk_tokens, shape))
+                for shape, layout in zip(self._shapes, self._layouts, strict=True)
+            ]
             try:
-                memory = export_memory([group], self._device.index or 0)
+                memory = export_memory(groups, self._device.index or 0)
             except NotExportableError as error:
                 self._not_exportable = True
                 _log.warning("KVDock does not cache for this worker: %s", error)
@@ -313,14 +356,12 @@ class DeviceTransfers(Transfers):
             )
 
 
-def split_blocks(spec: LoadSpec, block_tokens: int) -> list[tuple[int, tuple[int, ...]]]:
-    """For each chunk of a load: how many of its blocks to skip, and the blocks to fill."""
-    assert spec.target is not None
-    in_chunk = spec.target.chunk_tokens // block_tokens
+def split_blocks(group: GroupLoad, in_chunk: int) -> list[tuple[int, tuple[int, ...]]]:
+    """For each chunk, of ``in_chunk`` blocks: how many of them to skip, and the blocks to fill."""
     chunks = []
-    taken, skip = 0, spec.skip_blocks
-    for _ in range(spec.first_chunk, spec.end_chunk):
-        block_ids = spec.block_ids[taken : taken + in_chunk - skip]
+    taken, skip = 0, group.skip_blocks
+    for _ in range(group.first_chunk, group.end_chunk):
+        block_ids = group.block_ids[taken : taken + in_chunk - skip]
         chunks.append((skip, block_ids))
         taken += len(block_ids)
         skip = 0

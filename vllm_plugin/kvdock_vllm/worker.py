@@ -26,10 +26,17 @@ from kvdock.types import ChunkStatus, SessionRole
 from kvdock_vllm import affinity
 from kvdock_vllm.config import Config
 from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.layout import GroupLayout, group_layout, group_shapes
+from kvdock_vllm.layout import (
+    GroupLayout,
+    GroupShape,
+    blocks_per_chunk,
+    group_layout,
+    group_shapes,
+)
 from kvdock_vllm.link import Breaker, Link
 from kvdock_vllm.metadata import (
     GroupPages,
+    GroupStore,
     LoadSpec,
     StepMetadata,
     StoreOutcome,
@@ -105,7 +112,7 @@ class WorkerHalf:
         self._engine_id = str(transfer.engine_id)
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=True)
         self._shapes = group_shapes(kv_cache_config)
-        self._block_bytes = 0
+        self._layouts: tuple[GroupLayout, ...] = ()
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._description: WorkerDescription | None = None
         self._transfers: Transfers
@@ -141,21 +148,17 @@ class WorkerHalf:
         Raises UnsupportedLayoutError if they are not what the specs say, ValueError if they are on
         devices of a kind that is not supported.
         """
-        groups = self._kv_cache_config.kv_cache_groups
-        layouts = [
-            group_layout(group, kv_caches, self._kv_cache_config.num_blocks) for group in groups
-        ]
         self._kv_caches = kv_caches
-        (layout,) = layouts
-        self._block_bytes = layout.block_bytes
-        self._transfers = _choose_transfers(
-            layout, self._shapes[0].block_tokens, kv_caches, self._strategy
+        self._layouts = tuple(
+            group_layout(group, kv_caches, self._kv_cache_config.num_blocks)
+            for group in self._kv_cache_config.kv_cache_groups
         )
+        self._transfers = _choose_transfers(self._layouts, self._shapes, kv_caches, self._strategy)
         self._description = WorkerDescription(
             worker_id=self._strategy.worker_id,
             groups=tuple(
                 GroupPages(layout.block_bytes, self._with_kernels(layout.pages))
-                for layout in layouts
+                for layout in self._layouts
             ),
         )
         self._link.start()
@@ -308,7 +311,7 @@ class WorkerHalf:
     def _guarded(self, ended: _Ended, work: Callable[[_Ended], None]) -> None:
         """Runs ``work``, which fills in ``ended``, and reports it whatever happens."""
         if ended.load is not None:
-            ended.failed_blocks = frozenset(ended.load.block_ids)
+            ended.failed_blocks = ended.load.block_ids
             verb, name = "load", ended.load.request_id
         else:
             assert ended.store is not None
@@ -343,23 +346,36 @@ class WorkerHalf:
         began = time.monotonic()
         session = self._session(spec.target)
         assert spec.target is not None
-        good = self._transfers.load(session, spec, ended.ready, lambda: self._must_stop(session))
-        parts = split_blocks(spec, self._shapes[0].block_tokens)
-        ended.failed_blocks = frozenset(
-            block for (_, ids), ok in zip(parts, good, strict=True) if not ok for block in ids
-        )
-        if ended.failed_blocks and spec.all_or_nothing:
-            ended.failed_blocks = frozenset(spec.block_ids)
-        if ended.failed_blocks:
-            _log.info(
-                "request %s: %d of %d chunks could not be loaded",
-                spec.request_id,
-                good.count(False),
-                len(good),
+        failed: set[int] = set()
+        for group in spec.groups:
+            good = self._transfers.load(
+                session,
+                spec.target,
+                spec.lease_id,
+                group,
+                ended.ready,
+                lambda: self._must_stop(session),
             )
-        num_blocks = len(spec.block_ids) - len(ended.failed_blocks)
-        ended.stats.add("loaded_chunks", good.count(True))
-        ended.stats.add("loaded_bytes", num_blocks * self._block_bytes)
+            in_chunk = blocks_per_chunk(spec.target.chunk_tokens, self._shapes[group.position])
+            bad = {
+                block
+                for (_, ids), ok in zip(split_blocks(group, in_chunk), good, strict=True)
+                if not ok
+                for block in ids
+            }
+            if bad:
+                _log.info(
+                    "request %s: %d of %d chunks could not be loaded",
+                    spec.request_id,
+                    good.count(False),
+                    len(good),
+                )
+            failed |= bad
+            num_blocks = len(group.block_ids) - len(bad)
+            ended.stats.add("loaded_chunks", good.count(True))
+            ended.stats.add("loaded_bytes", num_blocks * self._layouts[group.position].block_bytes)
+        if not failed or not spec.all_or_nothing:
+            ended.failed_blocks = frozenset(failed)
         ended.stats.add("load_seconds", time.monotonic() - began)
 
     def _store(self, ended: _Ended) -> None:
@@ -370,18 +386,29 @@ class WorkerHalf:
         if job.given_up.is_set():
             raise CopyStoppedError
         session = self._session(spec.target)
-        statuses = self._transfers.store(
-            session, spec, ended.ready, lambda: job.given_up.is_set() or self._must_stop(session)
-        )
-        ended.refused_from = _refused_from(spec, statuses)
-        stored = statuses.count(ChunkStatus.STORED)
-        existing = statuses.count(ChunkStatus.EXISTS)
-        in_chunk = len(spec.block_ids) // len(spec.keys)
-        ended.stats.add("stored_chunks", stored)
-        ended.stats.add("stored_bytes", stored * in_chunk * self._block_bytes)
-        ended.stats.add("store_seconds", time.monotonic() - began if stored else 0)
-        ended.stats.add("existing_chunks", existing)
-        ended.stats.add("refused_chunks", len(statuses) - stored - existing)
+        refused: list[int] = []
+        seconds = 0.0
+        for group in spec.groups:
+            statuses = self._transfers.store(
+                session,
+                spec.target,
+                group,
+                ended.ready,
+                lambda: job.given_up.is_set() or self._must_stop(session),
+            )
+            refused += _refused_from(group, statuses)
+            stored = statuses.count(ChunkStatus.STORED)
+            existing = statuses.count(ChunkStatus.EXISTS)
+            in_chunk = len(group.block_ids) // len(group.keys)
+            block_bytes = self._layouts[group.position].block_bytes
+            ended.stats.add("stored_chunks", stored)
+            ended.stats.add("stored_bytes", stored * in_chunk * block_bytes)
+            ended.stats.add("existing_chunks", existing)
+            ended.stats.add("refused_chunks", len(statuses) - stored - existing)
+            if stored:
+                seconds = time.monotonic() - began
+        ended.refused_from = min(refused, default=None)
+        ended.stats.add("store_seconds", seconds)
 
     def _expect(self, target: Target) -> None:
         """Does ahead of time what the first load or store would have to do otherwise."""
@@ -402,8 +429,8 @@ class WorkerHalf:
 
 
 def _choose_transfers(
-    layout: GroupLayout,
-    block_tokens: int,
+    layouts: Sequence[GroupLayout],
+    shapes: Sequence[GroupShape],
     kv_caches: Mapping[str, torch.Tensor],
     strategy: ParallelStrategy,
 ) -> Transfers:
@@ -411,9 +438,9 @@ def _choose_transfers(
     devices = {tensor.device for tensor in kv_caches.values()}
     kinds = {device.type for device in devices}
     if kinds == {"cpu"}:
-        return HostTransfers(layout, block_tokens, strategy)
+        return HostTransfers(layouts, shapes, strategy)
     if kinds == {"cuda"} and len(devices) == 1:
-        return DeviceTransfers(layout, block_tokens, devices.pop(), strategy)
+        return DeviceTransfers(layouts, shapes, devices.pop(), strategy)
     raise ValueError(f"KVDock does not support KV caches on {sorted(map(str, devices))}")
 
 
@@ -427,15 +454,15 @@ def _kernel(layer: Any) -> str:
     return f"{backend},{getattr(layer, 'isa', '')}"
 
 
-def _refused_from(spec: StoreSpec, statuses: Sequence[ChunkStatus]) -> int | None:
-    """First chunk of the prompt that must be offered again; None if all are there."""
+def _refused_from(group: GroupStore, statuses: Sequence[ChunkStatus]) -> list[int]:
+    """First chunk of the prompt that must be offered again, if any must."""
     there = (ChunkStatus.STORED, ChunkStatus.EXISTS)
     for index, status in enumerate(statuses):
         if status not in there:
             # A parent that was there is gone, and who knows what before it.
             lost_parent = index == 0 and status is ChunkStatus.PARENT_MISSING
-            return 0 if lost_parent else spec.first_chunk + index
-    return None
+            return [0 if lost_parent else group.first_chunk + index]
+    return []
 
 
 def _wait_all(events: Sequence[threading.Event], seconds: float) -> bool:
