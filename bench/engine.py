@@ -324,6 +324,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     first = result.get("first_hit") or {}
     return {
         "runner": result.get("runner"),
+        "cudagraph_mode": result.get("cudagraph_mode"),
         "start_s": result.get("start_seconds"),
         "first_hit_ms": first.get("ttft", 0) * 1e3,
         "first_hit_tokens": first.get("loaded_tokens"),

@@ -91,6 +91,7 @@ class Result:
 
     start_seconds: float
     runner: str
+    cudagraph_mode: str
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     first_hit: Sample | None = None
     """The engine's first load: whatever has to be made ready is in it."""
@@ -114,7 +115,13 @@ class Engine:
             "load_format": "dummy",
             "dtype": "bfloat16",
             "skip_tokenizer_init": True,
-            "enforce_eager": True,
+            # Decoding steps, and so a hit's last token, are replayed as in production: launched one
+            # by one, their kernels take as long as the processor needs.
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4, 8, BATCH_REQUESTS],
+            },
             "block_size": BLOCK_TOKENS,
             "num_gpu_blocks_override": CACHE_TOKENS // BLOCK_TOKENS + 1,
             "max_model_len": CACHE_TOKENS - BLOCK_TOKENS,
@@ -131,6 +138,7 @@ class Engine:
         self._scheduler: Any = self._core.scheduler
         runner: Any = self._core.model_executor.driver_worker.worker.model_runner
         self.runner = f"{type(runner).__module__}"
+        self.cudagraph_mode = str(runner.compilation_config.cudagraph_mode)
         fill_weights(runner.model)
         self._requests = 0
         self._matched = (0, 0)
@@ -281,9 +289,10 @@ def measure(engine: Engine, plan: Plan, result: Result) -> Iterator[None]:
             question = prompt(tokens, index)
             samples["cold"].append(engine.ask(question))
             samples["gpu"].append(engine.ask(question))
-            if has_connector:
-                fill()
-                samples["warm"].append(engine.ask(question))
+        if has_connector:
+            fill()
+            for index in range(plan.prompts):
+                samples["warm"].append(engine.ask(prompt(tokens, index)))
         yield
     name, tokens = next(iter(plan.lengths.items()))
     other = prompt(tokens, 0)
@@ -303,7 +312,7 @@ def main() -> None:
     target = Path(sys.argv[2])
     started = time.perf_counter()
     engine = Engine(plan, target.parent / "model")
-    result = Result(time.perf_counter() - started, engine.runner)
+    result = Result(time.perf_counter() - started, engine.runner, engine.cudagraph_mode)
     print(f"engine up in {result.start_seconds:.1f} s", flush=True)
     for _ in measure(engine, plan, result):
         # What is measured so far counts even if what follows fails.
