@@ -1,0 +1,87 @@
+"""What every way for a worker's bytes to move has in common.
+
+Used by the worker's background threads. Every call ends: it is bounded by a time, after which
+nothing touches the blocks any more, because the engine gives them to others then.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kvdock import Session
+from kvdock.errors import DeadlineExceeded
+from kvdock.types import ChunkStatus
+from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
+
+T = TypeVar("T")
+Stop = Callable[[], bool]
+
+
+class Transfers(ABC):
+    """Moves the chunks of loads and stores, of one group at a time."""
+
+    @abstractmethod
+    def prepare(self, session: Session) -> None:
+        """A session was opened, and will be used soon."""
+
+    @abstractmethod
+    def expect(self, session: Session, target: Target) -> None:
+        """Loads and stores of a namespace will follow. Raises as they do."""
+
+    @abstractmethod
+    def mark(self) -> bytes:
+        """Stands for what the engine has queued so far, for ``ready``. Called on its thread."""
+
+    @abstractmethod
+    def load(
+        self,
+        session: Session,
+        target: Target,
+        lease_id: int,
+        group: GroupLoad,
+        ready: bytes,
+        stop: Stop,
+    ) -> list[bool]:
+        """Fills blocks; for each chunk whether its blocks are filled. Frees the reader's locks.
+
+        Raises KVDockError, or CopyStoppedError when ``stop()`` is true.
+        """
+
+    @abstractmethod
+    def store(
+        self, session: Session, target: Target, group: GroupStore, ready: bytes, stop: Stop
+    ) -> list[ChunkStatus]:
+        """Stores chunks; what became of each.
+
+        Raises KVDockError, or CopyStoppedError when ``stop()`` is true; then nothing of it becomes
+        visible that was not copied before.
+        """
+
+    @abstractmethod
+    def wait_for_end(self, session: Session) -> None:
+        """Waits until nothing uses the memory of a session that is over."""
+
+
+def split_blocks(group: GroupLoad, in_chunk: int) -> list[tuple[int, tuple[int, ...]]]:
+    """For each chunk, of ``in_chunk`` blocks: how many of them to skip, and the blocks to fill."""
+    chunks = []
+    taken, skip = 0, group.skip_blocks
+    for _ in range(group.first_chunk, group.end_chunk):
+        block_ids = group.block_ids[taken : taken + in_chunk - skip]
+        chunks.append((skip, block_ids))
+        taken += len(block_ids)
+        skip = 0
+    return chunks
+
+
+def answer(future: Future[T], verb: str, seconds: float) -> T:
+    """The answer of a request that was submitted. Raises DeadlineExceeded if it does not come."""
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if not future.cancel():
+            return future.result()
+        raise DeadlineExceeded(f"the server did not answer {verb} within {seconds:g} s") from None
