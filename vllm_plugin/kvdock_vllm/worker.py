@@ -69,7 +69,7 @@ _STOP_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
 # In a step without computation an engine has nothing to do but to wait for loads. It looks for new
 # requests so often.
-_IDLE_WAIT_SECONDS = 0.002
+_IDLE_WAIT_SECONDS = 0.005
 
 T = TypeVar("T")
 
