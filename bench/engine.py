@@ -42,7 +42,7 @@ CHILD = Path(__file__).with_name("engine_child.py")
 LENGTHS = {"1k": 1025, "4k": 4097, "10k": 10_241, "32k": 32_769}
 KV_BYTES_PER_TOKEN = 32 * 2 * 8 * 128 * 2
 BATCHES = 3
-POOL_GIB = 24
+POOL_GIB = 32
 ENGINE_SECONDS = 170
 CEILING_REPEATS = 7
 # A prompt's last scheduling step is of its last token alone, except where all fits into one step.

@@ -49,6 +49,8 @@ STEP_TOKENS = 2048
 # Two of them, one after the other, leave nothing of a prompt on the GPU, and need not fit exactly.
 FILLER_TOKENS = 36_000
 FILLER_SEEDS = (901, 902)
+# Between a prompt's first answer and its load no more is stored than a pool of 32 GiB holds.
+PROMPTS_AT_ONCE = 4
 ANSWER_TOKENS = 4
 BATCH_REQUESTS = 16
 BATCH_PROMPT_TOKENS = 1792
@@ -285,14 +287,15 @@ def measure(engine: Engine, plan: Plan, result: Result) -> Iterator[None]:
         if has_connector:
             samples["warm"] = []
         result.samples[name] = samples
-        for index in range(plan.prompts):
-            question = prompt(tokens, index)
-            samples["cold"].append(engine.ask(question))
-            samples["gpu"].append(engine.ask(question))
-        if has_connector:
-            fill()
-            for index in range(plan.prompts):
-                samples["warm"].append(engine.ask(prompt(tokens, index)))
+        for first in range(0, plan.prompts, PROMPTS_AT_ONCE):
+            some = range(first, min(first + PROMPTS_AT_ONCE, plan.prompts))
+            for index in some:
+                question = prompt(tokens, index)
+                samples["cold"].append(engine.ask(question))
+                samples["gpu"].append(engine.ask(question))
+            if has_connector:
+                fill()
+                samples["warm"] += [engine.ask(prompt(tokens, index)) for index in some]
         yield
     name, tokens = next(iter(plan.lengths.items()))
     other = prompt(tokens, 0)
