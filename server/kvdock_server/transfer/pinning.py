@@ -1,11 +1,11 @@
 """Registers the pool with CUDA behind the running server, piece by piece as it is faulted in.
 
 Pinned memory is copied at the speed of the link, other memory through the driver's own buffers at a
-fraction of it. Registering is done in pieces because one call for a large pool takes seconds, fails
-beyond 512 GiB on some drivers, and would wait until all of the pool is there. No copy may cross the
-border between two pieces, and each more of them makes the driver slower at finding an address
-(batches of 512 segments took 0.25 ms with one piece, 0.5 ms with four); so pieces grow, from one
-that is there soon to a few large ones.
+fraction of it. One call for all of a large pool would take seconds, fails beyond 512 GiB on some
+drivers, and would wait until all of the pool is there. But no copy may cross the border between two
+pieces, and each more of them makes the driver slower at finding an address, for as long as the
+server lives (batches of 512 segments took 0.25 ms with one piece, 0.5 ms with four); so pieces are
+large, and the first copies of a server's life may go unpinned.
 
 A limit that is refused (memlock, a container's quota) is logged once with the numbers; what is not
 registered is copied unpinned.
@@ -25,18 +25,8 @@ from kvdock_server.transfer.plan import U64
 
 logger = logging.getLogger(__name__)
 
-FIRST_PIECE_BYTES = 256 << 20
-LAST_PIECE_BYTES = 16 << 30
-"""Registering takes 0.054 s a GiB where the pages are there."""
-
-
-def pin_pieces(nbytes: int) -> list[int]:
-    """Where pieces of a pool begin, and its end: each as long as all before it, within limits."""
-    starts = [0]
-    while starts[-1] < nbytes:
-        length = min(max(starts[-1], FIRST_PIECE_BYTES), LAST_PIECE_BYTES)
-        starts.append(min(starts[-1] + length, nbytes))
-    return starts
+PIECE_BYTES = 16 << 30
+"""Faulting so much in takes some seconds, registering it 0.054 s a GiB."""
 
 
 class PinnedPool:
@@ -44,7 +34,7 @@ class PinnedPool:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._starts = pin_pieces(nbytes)
+        self._starts = [*range(0, nbytes, PIECE_BYTES), nbytes]
         self._addresses: U64 = np.array(self._starts, dtype=np.uint64) + np.uint64(address)
         self.borders: U64 = self._addresses[1:-1]
         """Addresses that no copy may cross."""

@@ -63,7 +63,7 @@ class Setting:
 
 @pytest.fixture
 async def setting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setting]:
-    monkeypatch.setattr(pinning, "FIRST_PIECE_BYTES", 4096)
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 4096)
     setting = Setting()
     monkeypatch.setattr(gpu, "load_driver", lambda: setting.driver)
     yield setting

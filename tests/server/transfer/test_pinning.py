@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 
@@ -10,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvdock_server.transfer.driver import CudaError
-from kvdock_server.transfer.pinning import FIRST_PIECE_BYTES, PinnedPool, pin_pieces
+from kvdock_server.transfer.pinning import PIECE_BYTES, PinnedPool
 
 BASE = 1 << 44
-SIZE = 2 * FIRST_PIECE_BYTES + FIRST_PIECE_BYTES // 2
+SIZE = 2 * PIECE_BYTES + PIECE_BYTES // 2
 
 
 class RecordingDriver:
@@ -49,37 +48,26 @@ def settle(pool: PinnedPool, nbytes: int) -> None:
         time.sleep(0.001)
 
 
-def test_pieces_grow_to_a_limit() -> None:
-    gib = 1 << 30
-    assert pin_pieces(3 * gib) == [0, gib // 4, gib // 2, gib, 2 * gib, 3 * gib]
-    assert pin_pieces(1 << 20) == [0, 1 << 20]
-    starts = pin_pieces(1 << 40)
-    assert len(starts) == 71
-    assert max(end - start for start, end in itertools.pairwise(starts)) == 16 * gib
-
-
 def test_a_piece_is_pinned_when_all_of_it_is_there(pool: PinnedPool) -> None:
     driver = RecordingDriver()
-    half = FIRST_PIECE_BYTES // 2
-    pool.faulted(half, FIRST_PIECE_BYTES)  # the second half of one piece, the first of the next
+    half = PIECE_BYTES // 2
+    pool.faulted(half, PIECE_BYTES)  # the second half of one piece, the first of the next
     pool.start(driver, 0)  # type: ignore[arg-type]
-    pool.faulted(2 * FIRST_PIECE_BYTES, half)  # the last piece, which is short
+    pool.faulted(2 * PIECE_BYTES, half)  # the last piece, which is short
     settle(pool, half)
-    hosts = np.array(
-        [BASE, BASE + FIRST_PIECE_BYTES, BASE + 2 * FIRST_PIECE_BYTES], dtype=np.uint64
-    )
+    hosts = np.array([BASE, BASE + PIECE_BYTES, BASE + 2 * PIECE_BYTES], dtype=np.uint64)
     covered = pool.covers(hosts)
     assert covered is not None
     assert covered.tolist() == [False, False, True]
     pool.faulted(0, half)
-    settle(pool, FIRST_PIECE_BYTES + half)
-    pool.faulted(FIRST_PIECE_BYTES + half, half)
+    settle(pool, PIECE_BYTES + half)
+    pool.faulted(PIECE_BYTES + half, half)
     settle(pool, SIZE)
     assert pool.covers(hosts) is None
     assert driver.registered == {
-        BASE: FIRST_PIECE_BYTES,
-        BASE + FIRST_PIECE_BYTES: FIRST_PIECE_BYTES,
-        BASE + 2 * FIRST_PIECE_BYTES: half,
+        BASE: PIECE_BYTES,
+        BASE + PIECE_BYTES: PIECE_BYTES,
+        BASE + 2 * PIECE_BYTES: half,
     }
     pool.stop()
     assert driver.registered == {}
@@ -92,10 +80,8 @@ def test_a_refused_limit_is_reported_and_the_rest_stays_unpinned(
     pool.faulted(0, SIZE)
     settle(pool, SIZE)
     assert pool.refused is not None
-    assert (
-        f"refused to pin more than {FIRST_PIECE_BYTES} of the pool's {SIZE} bytes" in pool.refused
-    )
+    assert f"refused to pin more than {PIECE_BYTES} of the pool's {SIZE} bytes" in pool.refused
     assert "memlock" in caplog.text
-    covered = pool.covers(np.array([BASE, BASE + FIRST_PIECE_BYTES], dtype=np.uint64))
+    covered = pool.covers(np.array([BASE, BASE + PIECE_BYTES], dtype=np.uint64))
     assert covered is not None
     assert covered.tolist() == [True, False]
