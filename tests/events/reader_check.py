@@ -9,7 +9,11 @@ the rates of storing beside one another, and the memory of the servers.
 A store is what an engine does: Reserve, copy into the pool, Commit, eight chunks at a time with
 event data for 256 tokens each. The pool is always full, so half of the events are evictions. First
 chunks have 32 MiB, what 256 tokens of an 8B model take; then 4 KiB, so that nothing but calls and
-events is left and a million of them come in a few minutes.
+events is left and a million of them come in one or two minutes.
+
+What readers cost the server is the question, not what they cost the machine: where there are cores
+enough the storing client, the servers and the readers each have their own. Where there are not,
+only the server's work a chunk says it.
 
     python tests/events/reader_check.py --events 1000000
 """
@@ -46,13 +50,46 @@ MEMORY = "512MiB"
 LOG = 256 << 20
 CHUNKS = 8
 ROUND_SECONDS = 0.5
-ROUNDS = 16
+ROUNDS = 10
 """With each size of chunk, in each server; with the small ones more if events are still wanted."""
 BAD = "8 and 2 bad readers"
 HEALTHY = 8
 READY_SECONDS = 30.0
 SLOW_SECONDS = 0.3
 FINISH_SECONDS = 60.0
+
+CLIENT_CORES = 2
+SERVER_CORES = 3
+READER_CORES = 3
+"""At least; they get all that are left."""
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Who runs where. All are the machine's if it has too few to part them."""
+
+    client: set[int]
+    servers: set[int]
+    readers: set[int]
+
+    @property
+    def parted(self) -> bool:
+        return self.client != self.readers
+
+
+def cores() -> Cores:
+    """The cores that this process may use, parted."""
+    own = sorted(os.sched_getaffinity(0))
+    if len(own) < CLIENT_CORES + SERVER_CORES + READER_CORES:
+        return Cores(set(own), set(own), set(own))
+    servers = CLIENT_CORES + SERVER_CORES
+    return Cores(set(own[:CLIENT_CORES]), set(own[CLIENT_CORES:servers]), set(own[servers:]))
+
+
+def pin(pid: int, where: set[int]) -> None:
+    """Keep all threads of a process on some cores."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), where)
 
 
 @dataclass
@@ -67,8 +104,9 @@ class Seen:
     broken: str = ""
 
 
-def read(address: str, pause: float, pipe: Connection) -> None:
+def read(address: str, where: set[int], pause: float, pipe: Connection) -> None:
     """A reader's main function: reads until told a number to reach, and then hurries."""
+    pin(os.getpid(), where)
     parsed = parse(address)
     channel = grpc.insecure_channel(parsed.target, options(parsed))
     stub = events_pb2_grpc.EventServiceStub(channel)
@@ -110,10 +148,10 @@ def next_of(stream: Any, seen: Seen) -> pb.StreamKVEventsResponse | None:
 class Reader:
     """A reader in a process of its own; it reads when the constructor returns."""
 
-    def __init__(self, address: str, pause: float = 0.0) -> None:
+    def __init__(self, address: str, where: set[int], pause: float = 0.0) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
         self.process = multiprocessing.get_context("spawn").Process(
-            target=read, args=(address, pause, theirs), daemon=True
+            target=read, args=(address, where, pause, theirs), daemon=True
         )
         self.process.start()
         if not self.pipe.poll(READY_SECONDS):
@@ -138,18 +176,19 @@ class Reader:
 class Store:
     """A server and a session that stores to it."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, where: set[int], *arguments: str) -> None:
         from serverkit import ServerProcess
 
         folder.mkdir()
         self.server = ServerProcess(folder, memory=MEMORY, arguments=arguments)
+        pin(self.server.pid, where)
         self.client = Client(self.server.address)
         for name, nbytes in SHARDS.items():
             name = name.replace(" ", "")
             self.client.register_namespace(Namespace(name, 256, 1, (Group(shard_bytes=(nbytes,)),)))
         self.session = self.client.session(role="worker")
         self.rates: dict[str, list[float]] = {name: [] for name in SHARDS}
-        self.cpu: dict[str, list[float]] = {name: [] for name in SHARDS}
+        self.work: dict[str, list[float]] = {name: [] for name in SHARDS}
         self._bytes = bytes(max(SHARDS.values()))
         self._next = 0
         while self.client.status().pool.ready_bytes < self.client.status().pool.total_bytes:
@@ -181,7 +220,7 @@ class Store:
             self.prompt(size)
         seconds = time.perf_counter() - began
         self.rates[size].append(count * CHUNKS / seconds)
-        self.cpu[size].append((self._cpu_seconds() - worked) / (count * CHUNKS) * 1e6)
+        self.work[size].append((self._cpu_seconds() - worked) / (count * CHUNKS) * 1e6)
 
     @property
     def rss(self) -> int:
@@ -202,7 +241,7 @@ class Store:
 
 @dataclass
 class Result:
-    """What a run found, by store and size. cpu in us a chunk, memory in bytes."""
+    """What a run found, by store and size. work: the server's, in us a chunk; memory in bytes."""
 
     published: int
     healthy: list[Seen]
@@ -210,9 +249,10 @@ class Result:
     stopped: Seen
     rates: dict[str, dict[str, float]]
     """Chunks a second."""
-    ratios: dict[str, dict[str, float]]
+    rate_ratios: dict[str, dict[str, float]]
     """To those without log."""
-    cpu: dict[str, dict[str, float]]
+    work: dict[str, dict[str, float]]
+    work_ratios: dict[str, dict[str, float]]
     rss: dict[str, tuple[int, int]]
     """Before and after the rounds."""
     rss_end: int
@@ -222,17 +262,21 @@ class Result:
 def check(events: int, rounds: int = ROUNDS) -> Result:
     """Run until so many events are published. AssertionError if a healthy reader lost any."""
     log = ("--event-log", str(LOG))
+    where = cores()
+    pin(os.getpid(), where.client)
     with tempfile.TemporaryDirectory(prefix="kvdock-readers-") as name:
         stores = {
-            "no log": Store(Path(name, "a")),
-            "log, no reader": Store(Path(name, "b"), *log),
-            "8 readers": Store(Path(name, "c"), *log),
-            BAD: Store(Path(name, "d"), *log),
+            "no log": Store(Path(name, "a"), where.servers),
+            "log, no reader": Store(Path(name, "b"), where.servers, *log),
+            "8 readers": Store(Path(name, "c"), where.servers, *log),
+            BAD: Store(Path(name, "d"), where.servers, *log),
         }
-        others = [Reader(stores["8 readers"].server.address) for _ in range(HEALTHY)]
+        address = stores["8 readers"].server.address
+        others = [Reader(address, where.readers) for _ in range(HEALTHY)]
         address = stores[BAD].server.address
-        readers = [Reader(address) for _ in range(HEALTHY)]
-        slow, stopped = Reader(address, SLOW_SECONDS), Reader(address)
+        readers = [Reader(address, where.readers) for _ in range(HEALTHY)]
+        slow = Reader(address, where.readers, SLOW_SECONDS)
+        stopped = Reader(address, where.readers)
         try:
             return measure(stores, readers, slow, stopped, events, rounds)
         finally:
@@ -275,22 +319,16 @@ def measure(
     stopped_seen = stopped.finish(last)
     for one in (slow_seen, stopped_seen):
         assert one.cut_off or one.last == last
-    base = stores["no log"].rates
+    base = stores["no log"]
     return Result(
         published=last - first,
         healthy=seen,
         slow=slow_seen,
         stopped=stopped_seen,
         rates={name: medians(store.rates) for name, store in stores.items()},
-        # Round by round: neighbours in time met the same machine.
-        ratios={
-            name: {
-                size: statistics.median(map(operator.truediv, store.rates[size], base[size]))
-                for size in SHARDS
-            }
-            for name, store in stores.items()
-        },
-        cpu={name: medians(store.cpu) for name, store in stores.items()},
+        rate_ratios={name: ratios(store.rates, base.rates) for name, store in stores.items()},
+        work={name: medians(store.work) for name, store in stores.items()},
+        work_ratios={name: ratios(store.work, base.work) for name, store in stores.items()},
         rss=rss,
         rss_end=rss_end,
     )
@@ -298,6 +336,14 @@ def measure(
 
 def medians(values: dict[str, list[float]]) -> dict[str, float]:
     return {size: statistics.median(some) for size, some in values.items()}
+
+
+def ratios(values: dict[str, list[float]], base: dict[str, list[float]]) -> dict[str, float]:
+    """Round by round: neighbours in time met the same machine."""
+    return {
+        size: statistics.median(map(operator.truediv, some, base[size]))
+        for size, some in values.items()
+    }
 
 
 def head(client: Client) -> int:
@@ -319,17 +365,25 @@ def calibrate(store: Store, size: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=1_000_000)
-    result = check(parser.parse_args().events)
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help=f"of {4 * ROUND_SECONDS:g} s, with each size"
+    )
+    arguments = parser.parse_args()
+    result = check(arguments.events, arguments.rounds)
+    parted = cores().parted
+    print("client, servers and readers", "have cores of their own" if parted else "share all cores")
     print(f"{result.published:,} events, each healthy reader has them all, once and in order")
     print(f"messages a healthy reader: {statistics.median(s.messages for s in result.healthy):,}")
     for name, one in (("slow", result.slow), ("stopped", result.stopped)):
         print(f"{name} reader: {one.events:,} events, cut off: {one.cut_off or 'no'}")
     for size in SHARDS:
-        print(f"\nchunks of {size:9} {'chunks/s':>10} {'ratio':>7} {'server us/chunk':>16}")
-        for name, rates in result.rates.items():
+        print(
+            f"\nchunks of {size:9} {'chunks/s':>10} {'ratio':>7} {'server us/chunk':>16} {'ratio':>7}"
+        )
+        for name in result.rates:
             print(
-                f"{name:19} {rates[size]:10,.0f} {result.ratios[name][size]:7.3f} "
-                f"{result.cpu[name][size]:16.1f}"
+                f"{name:19} {result.rates[name][size]:10,.0f} {result.rate_ratios[name][size]:7.3f} "
+                f"{result.work[name][size]:16.1f} {result.work_ratios[name][size]:7.2f}"
             )
     print("\nmemory of the server beside the pool, MiB")
     for name, (before, after) in result.rss.items():

@@ -17,9 +17,9 @@ def test_bad_readers_cost_the_others_nothing_and_the_server_a_bounded_amount() -
     result = check(events=100_000, rounds=5)
     assert result.published >= 100_000
     # In turns with the other server, as far as a shared machine can tell.
-    good = result.ratios["8 readers"]["32 MiB"]
-    assert result.ratios[BAD]["32 MiB"] > 0.9 * good
-    assert result.ratios["log, no reader"]["32 MiB"] > 0.9
+    good = result.rate_ratios["8 readers"]["32 MiB"]
+    assert result.rate_ratios[BAD]["32 MiB"] > 0.9 * good
+    assert result.rate_ratios["log, no reader"]["32 MiB"] > 0.9
 
     def grown(name: str) -> int:
         before, after = result.rss[name]

@@ -4,21 +4,22 @@ A subscriber is a place in the log and nothing else: publishing wakes those who 
 reader that stops reading costs its transport's window and no more; once the log has moved past it,
 so has everything that was kept for it.
 
-Each message to each reader costs the one loop that also serves stores. So readers that keep up are
-woken at once after a quiet time, and otherwise together, every ``_PACE_SECONDS`` for each reader
-there is. What happens meanwhile comes in one message, the same for all of them, and however many
-they are they never take more than a small, constant share of the loop.
+Each message to each reader costs the one loop that also serves stores. So what happens is shown to
+them at once after a quiet time, and otherwise every ``_PACE_SECONDS`` for each reader there is. All
+that happened meanwhile comes in one message, the same for all who keep up, and however many they
+are they never take more than a small, constant share of the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Final
 
 from kvdock_server.events.event import Event
 from kvdock_server.events.log import Log
 
-_PACE_SECONDS: Final = 0.001
+_PACE_SECONDS: Final = 0.002
 _LONGEST_PACE_SECONDS: Final = 0.05
 
 
@@ -31,16 +32,17 @@ class Subscriber:
 
 
 class Subscribers:
-    """All readers of one log."""
+    """All readers of one log. What they may read ends at ``shown``, an event's number."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
+        self.shown = log.last
         self.closed = False
         self.compacted = 0
         self._members: set[Subscriber] = set()
         self._waiting: set[asyncio.Future[None]] = set()
         self._not_before = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -51,7 +53,8 @@ class Subscribers:
         return max((self.log.last - member.cursor for member in self._members), default=0)
 
     def join(self, cursor: int, snapshot: list[Event] | None = None) -> Subscriber:
-        """A new reader."""
+        """A new reader. All that there is is shown."""
+        self.shown = self.log.last
         member = Subscriber(cursor, snapshot)
         self._members.add(member)
         return member
@@ -62,28 +65,26 @@ class Subscribers:
 
     def wake(self) -> None:
         """Something happened."""
-        if self._waiting and self._timer is None:
+        if self._members and self._timer is None:
             loop = asyncio.get_running_loop()
             if loop.time() < self._not_before:
-                self._timer = loop.call_at(self._not_before, self._wake_all)
+                self._timer = loop.call_at(self._not_before, self._show)
             else:
-                self._wake_all()
+                self._timer = loop.call_soon(self._show)
 
     async def news(self, cursor: int, seconds: float) -> bool:
-        """Wait until something happens after that place, at most so long; False if nothing does.
+        """Wait until something is shown after that place, at most so long; False if nothing is.
 
         Also ends, with False, when the server stops.
         """
-        if self.log.last > cursor:
-            return True
-        if not self.closed:
-            woken = asyncio.get_running_loop().create_future()
-            self._waiting.add(woken)
+        if self.shown <= cursor and not self.closed:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.add(turn)
             try:
-                await asyncio.wait([woken], timeout=seconds)
+                await asyncio.wait([turn], timeout=seconds)
             finally:
-                self._waiting.discard(woken)
-        return self.log.last > cursor
+                self._waiting.discard(turn)
+        return self.shown > cursor
 
     def drop_hopeless(self) -> None:
         """Let go of snapshots whose readers will be told that they are compacted."""
@@ -94,15 +95,23 @@ class Subscribers:
     def close(self) -> None:
         """Let every reader have the rest, and end."""
         self.closed = True
-        self._wake_all()
+        self._show()
 
-    def _wake_all(self) -> None:
-        pace = min(_PACE_SECONDS * len(self._members), _LONGEST_PACE_SECONDS)
-        self._not_before = asyncio.get_running_loop().time() + pace
+    def _show(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-        self._waiting.clear()
+        pace = min(_PACE_SECONDS * len(self._members), _LONGEST_PACE_SECONDS)
+        self._not_before = asyncio.get_running_loop().time() + pace
+        self.shown = self.log.last
+        turns, self._waiting = self._waiting, set()
+        self._wake_next(iter(turns))
+
+    def _wake_next(self, turns: Iterator[asyncio.Future[None]]) -> None:
+        """Wake them one by one, with a round of the loop between them for other calls."""
+        turn = next(turns, None)
+        if turn is None:
+            return
+        if not turn.done():
+            turn.set_result(None)
+        asyncio.get_running_loop().call_soon(self._wake_next, turns)

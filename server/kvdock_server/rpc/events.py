@@ -103,7 +103,8 @@ class _Batches:
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
-        # For (place of the reader, end of the log): the last few, for readers that filter nothing.
+        # For (place of the reader, end of what is shown): the last few, for readers that filter
+        # nothing.
         self._made: dict[tuple[int, int], tuple[int, bytes]] = {}
 
     def after(self, cursor: int, passes: Filter | None) -> tuple[int, bytes] | None:
@@ -111,11 +112,12 @@ class _Batches:
 
         The message is empty if the filter lets nothing through.
         """
-        log = self._publisher.log
-        place = cursor, log.last
+        shown = self._publisher.subscribers.shown
+        place = cursor, shown
         if passes is None and place in self._made:
             return self._made[place]
-        events = log.read(cursor, _MESSAGE_EVENTS, _MESSAGE_BYTES)
+        most = min(_MESSAGE_EVENTS, shown - cursor)
+        events = self._publisher.log.read(cursor, most, _MESSAGE_BYTES)
         if events is None:
             return None
         end = events[-1].number
@@ -136,7 +138,7 @@ async def _messages(
     subscriber: Subscriber,
     request: pb.StreamKVEventsRequest,
 ) -> AsyncIterator[bytes]:
-    epoch, log = publisher.epoch, publisher.log
+    epoch, subscribers = publisher.epoch, publisher.subscribers
     passes = _filter(request)
     if subscriber.snapshot is None:
         yield wire.progress(epoch, subscriber.cursor)
@@ -151,17 +153,17 @@ async def _messages(
             yield wire.progress(epoch, subscriber.cursor)
             sent = time.monotonic()
             continue
-        if not await publisher.subscribers.news(subscriber.cursor, quiet):
-            if publisher.subscribers.closed:
+        if not await subscribers.news(subscriber.cursor, quiet):
+            if subscribers.closed:
                 raise RequestError(
                     Reason.DRAINING, "the server is stopping: resume from the cursor at the next"
                 )
             continue
-        while subscriber.cursor < log.last:
+        while subscriber.cursor < subscribers.shown:
             message = batches.after(subscriber.cursor, passes)
             if message is None:
-                publisher.subscribers.compacted += 1
-                yield wire.compacted(epoch, subscriber.cursor, log.oldest)
+                subscribers.compacted += 1
+                yield wire.compacted(epoch, subscriber.cursor, publisher.log.oldest)
                 return
             subscriber.cursor, encoded = message
             if encoded:
