@@ -231,8 +231,8 @@ class Store:
         raise AssertionError("no RssAnon")
 
     def _cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.server.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        threads = Path(f"/proc/{self.server.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
     def close(self) -> None:
         self.client.close()
@@ -377,13 +377,11 @@ def main() -> None:
     for name, one in (("slow", result.slow), ("stopped", result.stopped)):
         print(f"{name} reader: {one.events:,} events, cut off: {one.cut_off or 'no'}")
     for size in SHARDS:
-        print(
-            f"\nchunks of {size:9} {'chunks/s':>10} {'ratio':>7} {'server us/chunk':>16} {'ratio':>7}"
-        )
-        for name in result.rates:
+        print(f"\nchunks of {size:9}   chunks/s  ratio  server us/chunk  ratio")
+        for name, rates in result.rates.items():
             print(
-                f"{name:19} {result.rates[name][size]:10,.0f} {result.rate_ratios[name][size]:7.3f} "
-                f"{result.work[name][size]:16.1f} {result.work_ratios[name][size]:7.2f}"
+                f"{name:19} {rates[size]:10,.0f} {result.rate_ratios[name][size]:6.3f} "
+                f"{result.work[name][size]:16.1f} {result.work_ratios[name][size]:6.2f}"
             )
     print("\nmemory of the server beside the pool, MiB")
     for name, (before, after) in result.rss.items():
