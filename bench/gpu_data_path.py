@@ -1,6 +1,6 @@
 """Rate, disturbance and latency of the GPU data path, beside the link's own ceiling.
 
-    python bench/gpu_data_path.py [--path server|mover]
+    python bench/gpu_data_path.py [--path server|mover] [--only TEXT]
 
 Three processes: a worker that owns a KV cache, a server, and an engine that replays a graph of
 memory-bound matrix products. With --path server (the default) the worker calls Store and Retrieve
@@ -92,6 +92,7 @@ class Plain:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--path", choices=("server", "mover"), default="server")
+    parser.add_argument("--only", default="", help="cases that have this in their names")
     arguments = parser.parse_args()
     link = Link()
     worker, engine = Remote(Worker), Remote(Engine)
@@ -102,7 +103,7 @@ def main() -> int:
         free = worker("free_bytes")
         with (server_path if arguments.path == "server" else mover_path)(worker) as open_path:
             plain = measure_plain(link, engine)
-            for case in CASES:
+            for case in (case for case in CASES if arguments.only in label(case)):
                 rows += measure(case, open_path, worker, engine, link, plain)
             if arguments.path == "server":
                 rows.append(server_memory(free - worker("free_bytes")))
