@@ -58,7 +58,7 @@ COPY_PRICES = CopyPrices(
     segment_us=0.15,
     least_segment_us=0.6,
     rectangle_us=2.5,
-    stage_segments_below=0.92,
+    stage_segments_below=0.85,
     stage_rectangles_below=0.75,
     stage_from_bytes=64 << 20,
 )
@@ -68,8 +68,8 @@ GB/s from device to host / from host to device; beside an engine with the engine
                                           alone          beside an engine
     plain copies of 256 MiB               54.7 / 54.9    54.5 x 1.02 / 54.6 x 1.06
     segments of 2 MiB                     54.5 / 53.0    53.9 x 1.03 / 52.0 x 1.07
-    segments of 64 KiB                    52.8 / 52.1    45.8 x 1.02 / 51.8 x 1.06
-    the same, through the server          46.4 / 48.8    40.6 x 1.01 / 45.4 x 1.05
+    segments of 64 KiB                    53.0 / 53.1    45.5 x 1.01 / 53.9 x 1.06
+    the same, through the server          52.4 / 51.3    38.7 x 1.02 / 42.1 x 1.05
     segments of 32 KiB                    50.4 / 50.5    36.4 x 1.02 / 36.4 x 1.05
     segments of 16 KiB                    25.7 / 16.0
     rectangles of 32 layers x 64 KiB      50.8 / 50.4    39.7 x 1.02 / 44.5 x 1.06
