@@ -46,6 +46,7 @@ from serverkit import ServerProcess
 REPEATS = 7
 SMALL_REPEATS = 60
 SECONDS = 0.7
+STEADY_SECONDS = 1.5
 CALLS_UNDER_WAY = 2
 
 LLAMA = Geometry("Llama-3.1-8B", layers=32, page_bytes=16 * 2 * 8 * 128 * 2, block_tokens=16)
@@ -193,7 +194,7 @@ def rates(case: Case, path: CopyPath, link: Link, direction: str) -> list[Row]:
         ceilings.append(link.rate(direction))
         singles.append(nbytes / path.once(direction, case.geometry.chunks))
     path.start(direction, CALLS_UNDER_WAY)
-    time.sleep(SECONDS)
+    time.sleep(STEADY_SECONDS)
     steady = path.stop(direction)
     ceiling = median(ceilings)
     bound = None if case.geometry is SHARD else LEAST_RATIO[case.layout, case.order]
