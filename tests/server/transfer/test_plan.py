@@ -314,11 +314,14 @@ def test_consecutive_blocks_of_layers_apart_are_rectangles(page: int) -> None:
     assert kinds(layer_major(page, apart=True), RUNS_OF_64) == {Rectangles}
 
 
-@pytest.mark.parametrize("page", [SMALL_PAGE, LARGE_PAGE])
-def test_pages_at_no_pitch_are_staged_or_segments(page: int) -> None:
-    layout = layer_major(page, apart=True)
+def test_small_pages_at_no_pitch_are_staged_or_segments() -> None:
+    layout = layer_major(SMALL_PAGE, apart=True)
     assert kinds(layout, RANDOM) == {ScatteredBlocks}
     assert kinds(layout, RANDOM, stage=False) == {Segments}
+
+
+def test_large_pages_at_no_pitch_are_segments() -> None:
+    assert kinds(layer_major(LARGE_PAGE, apart=True), RANDOM) == {Segments}
 
 
 def test_little_work_is_never_staged() -> None:
