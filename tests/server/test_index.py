@@ -138,6 +138,18 @@ def test_eviction_takes_what_was_used_longest_ago_and_never_a_prefix_first() -> 
     assert hit(core, prompt(1, 2)) == 2
 
 
+def test_chunks_stored_together_lie_in_order_also_in_memory_that_was_evicted() -> None:
+    core = make_core(4)
+    store(core, prompt(1, 1, 1, 1))
+    for number in (2, 3):
+        outcomes = core.reserve(None, "n", None, 0, b"", prompt(number, 1, 1, 1))
+        slots = [outcome for outcome in outcomes if isinstance(outcome, Slot)]
+        assert [slot.offset for slot in slots] == [index * PAGE_BYTES for index in range(4)]
+        for slot in slots:
+            assert core.seal(slot)
+        assert hit(core, prompt(number, 1, 1, 1)) == 4
+
+
 def test_a_prefix_inherits_the_use_of_what_extended_it() -> None:
     core = make_core(4)
     store(core, prompt(1, 2))

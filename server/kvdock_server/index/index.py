@@ -246,6 +246,7 @@ class Index:
             return [ReserveStatus.PARENT_MISSING] * len(keys)
         self._now += 1
         outcomes: list[ReserveStatus | Slot] = []
+        offsets: list[int] = []
         for key in keys:
             chunk = space.chunks.get(key)
             if chunk is None:
@@ -269,9 +270,16 @@ class Index:
                     break
                 self._pending[part] = deadline
                 self.reserved_bytes += self._slots.slot_bytes(size)
+                offsets.append(offset)
                 outcomes.append(Slot(part, shard, offset))
             parent = chunk
-        return outcomes
+        # Prompts are evicted from their ends, so memory comes in descending order. In ascending
+        # order neighbours are copied together.
+        offsets.sort(reverse=True)
+        return [
+            outcome._replace(offset=offsets.pop()) if isinstance(outcome, Slot) else outcome
+            for outcome in outcomes
+        ]
 
     def seal(self, slot: Slot) -> bool:
         """A shard is complete. False if its part was removed meanwhile; its memory is free then."""
