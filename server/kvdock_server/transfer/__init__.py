@@ -4,9 +4,13 @@
 ``driver``, ``staging`` and ``pinning`` are the CUDA there is; ``cuda`` carries pieces out, ``lane``
 is a thread of such work, ``device`` a GPU, and ``gpu`` the asyncio face of it all. Importing this
 package loads no CUDA library: the first registration does.
+
+A load may fill several workers' memory: ``fan_out`` leads it, ``relay`` is the way from device to
+device, and ``relay_plan`` says which copies make it.
 """
 
 from kvdock_server.transfer.device import DeviceStats
+from kvdock_server.transfer.fan_out import Copied, Follower
 from kvdock_server.transfer.gpu import DeviceMemoryError, GpuStats, GpuTransfers, Registration
 from kvdock_server.transfer.lane import TransferCancelledError, TransferFailedError
 from kvdock_server.transfer.layout import (
@@ -18,9 +22,11 @@ from kvdock_server.transfer.layout import (
 
 __all__ = [
     "BlockRegion",
+    "Copied",
     "DeviceAllocation",
     "DeviceMemoryError",
     "DeviceStats",
+    "Follower",
     "GpuStats",
     "GpuTransfers",
     "GroupLayout",

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from kvdock_server.transfer import staging
 from kvdock_server.transfer.cuda import DeviceMover, Direction
 from kvdock_server.transfer.driver import Driver
-from kvdock_server.transfer.lane import Job, Lane
+from kvdock_server.transfer.lane import Job, Lane, Transfer
 from kvdock_server.transfer.layout import DeviceAllocation, GroupLayout, LayoutError
 from kvdock_server.transfer.pinning import PinnedPool
-from kvdock_server.transfer.plan import I64, U64, Piece, Planner
+from kvdock_server.transfer.plan import Piece, Planner
 from kvdock_server.transfer.staging import RegionTable
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class DeviceStats:
     """A device that workers have registered memory on since the server's start.
 
     ``copied_bytes`` is by direction ("store", "load") and kind of copy ("Segments", "Rectangles",
-    "ScatteredBlocks").
+    "ScatteredBlocks", and "RelayedBlocks" for what went on to other devices).
     """
 
     uuid: str
@@ -48,6 +48,8 @@ class Device:
         self.context = driver.retain_context(ordinal)
         self.pool = pool
         self.mappings = Mappings(driver)
+        self.peer_mappings = Mappings(driver, sizes_are_known=True)
+        """Memory of other devices, opened for copies from this one."""
         self._workers = 0
         self._lock = threading.Lock()
         self._copied: Counter[tuple[str, str]] = Counter()
@@ -60,20 +62,13 @@ class Device:
                 f"{direction.value}-gpu{ordinal}", mover, moved=self._counter(direction)
             )
 
-    def submit(
-        self,
-        direction: Direction,
-        group: MappedGroup,
-        ids: I64,
-        hosts: U64,
-        ready_event: bytes,
-        deadline: float,
-    ) -> Job:
-        """Queue the transfer of blocks ``ids`` from or to host addresses ``hosts``."""
-        mover = self._movers[direction]
-        return self._lanes[direction].submit(
-            _BlockTransfer(self.driver, mover, group, ids, hosts, ready_event), deadline
-        )
+    def mover(self, direction: Direction) -> DeviceMover:
+        """For transfers of that direction, which use it on their lane's thread only."""
+        return self._movers[direction]
+
+    def submit(self, direction: Direction, transfer: Transfer, deadline: float) -> Job:
+        """Queue a transfer of this device."""
+        return self._lanes[direction].submit(transfer, deadline)
 
     def region_table(self, planner: Planner) -> RegionTable | None:
         """What staging needs to know of a group. None where its blocks are never staged."""
@@ -125,6 +120,7 @@ class Device:
         for lane in self._lanes.values():
             lane.close()
         self.driver.set_current(self.context)
+        self.peer_mappings.close_all()
         self.mappings.close_all()
 
     def _counter(self, direction: Direction) -> _Count:
@@ -150,8 +146,10 @@ class Mappings:
     context current.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, *, sizes_are_known: bool = False) -> None:
+        """``sizes_are_known``: those described were compared with the driver's before."""
         self._driver = driver
+        self._sizes_are_known = sizes_are_known
         self._lock = threading.Lock()
         self._open: dict[bytes, _Mapping] = {}
 
@@ -166,7 +164,9 @@ class Mappings:
             mapping = self._open.get(allocation.ipc_handle)
             if mapping is None:
                 address = self._driver.ipc_open_memory(allocation.ipc_handle)
-                mapping = _Mapping(address, self._driver.allocation_bytes(address))
+                known = self._sizes_are_known
+                nbytes = allocation.nbytes if known else self._driver.allocation_bytes(address)
+                mapping = _Mapping(address, nbytes)
                 self._open[allocation.ipc_handle] = mapping
             mapping.users += 1
         if allocation.nbytes > mapping.nbytes:
@@ -221,6 +221,7 @@ class WorkerMemory:
     ) -> None:
         """CudaError if memory cannot be opened, LayoutError if it is not as described."""
         self.device = device
+        self.allocations = tuple(allocations)
         self.groups: dict[int | None, MappedGroup] = {}
         self._handles: list[bytes] = []
         self._lock = threading.Lock()
@@ -264,45 +265,6 @@ class WorkerMemory:
 
 
 _CLOSED: list[bytes] = []
-
-
-class _BlockTransfer:
-    """Blocks of one group between device and pool, for a lane."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        mover: DeviceMover,
-        group: MappedGroup,
-        ids: I64,
-        hosts: U64,
-        ready_event: bytes,
-    ) -> None:
-        self._driver = driver
-        self._mover = mover
-        self._group = group
-        self._ids = ids
-        self._hosts = hosts
-        self._handle = ready_event
-        self._event = 0
-
-    def ready(self) -> bool:
-        if not self._handle:
-            return True
-        if not self._event:
-            self._event = self._driver.ipc_open_event(self._handle)
-        return self._driver.query_event(self._event)
-
-    def pieces(self) -> Iterator[Piece]:
-        stage = self._group.table is not None and self._mover.reserve_staging()
-        return self._group.planner.plan(self._ids, self._hosts, stage=stage)
-
-    def start(self, piece: Piece) -> int:
-        return self._mover.start(piece, self._group.table)
-
-    def finish(self) -> None:
-        if self._event:
-            self._driver.destroy_event(self._event)
 
 
 class _ReleaseStaging:

@@ -121,6 +121,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "cuDeviceGet": [POINTER(c_int), c_int],
     "cuDeviceGetName": [POINTER(c_char), c_int, c_int],
     "cuDeviceGetUuid_v2": [POINTER(_Uuid), c_int],
+    "cuDeviceCanAccessPeer": [POINTER(c_int), c_int, c_int],
     "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
     "cuDevicePrimaryCtxRelease_v2": [c_int],
     "cuCtxSetCurrent": [c_void_p],
@@ -146,6 +147,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "cuEventSynchronize": [c_void_p],
     "cuMemcpyDtoHAsync_v2": [c_void_p, _DevicePtr, c_size_t, c_void_p],
     "cuMemcpyHtoDAsync_v2": [_DevicePtr, c_void_p, c_size_t, c_void_p],
+    "cuMemcpyDtoDAsync_v2": [_DevicePtr, _DevicePtr, c_size_t, c_void_p],
     "cuLaunchKernel": [
         c_void_p,
         *[c_uint] * 6,
@@ -202,7 +204,7 @@ _BATCH_SIGNATURE: list[type] = [
 class Driver:
     """libcuda with checked calls. Handles, addresses and contexts are plain integers.
 
-    Except for the first five methods, a context must be current on the calling thread
+    Except for the first six methods, a context must be current on the calling thread
     (``set_current``).
     """
 
@@ -249,6 +251,12 @@ class Driver:
         self._call("cuDeviceGetName", name, len(name), self._device(ordinal))
         return name.value.decode()
 
+    def can_access_peer(self, ordinal: int, peer: int) -> bool:
+        """True if the device can address memory of the other one."""
+        can = c_int()
+        self._call("cuDeviceCanAccessPeer", byref(can), self._device(ordinal), self._device(peer))
+        return bool(can.value)
+
     def retain_context(self, ordinal: int) -> int:
         """The device's primary context, made if need be: some 500 MiB of its memory."""
         context = c_void_p()
@@ -266,9 +274,10 @@ class Driver:
     def ipc_open_memory(self, handle: bytes) -> int:
         """Map another process's allocation; its address here.
 
-        The current device must be the memory's own. To copy between devices at the speed of
-        NVLink it must be opened while the other device is current instead: opened on its own,
-        every kind of peer copy is staged through the host, silently.
+        The current device is the one that can use the address, with kernels and at full speed. To
+        copy from another device at the speed of NVLink the memory must be opened while that one is
+        current: with an address opened on the memory's own device every kind of copy between
+        devices is staged through the host, silently, at a tenth of the speed.
         """
         address = _DevicePtr()
         self._call(
@@ -373,10 +382,14 @@ class Driver:
     def copy_to_device(self, device: int, host: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyHtoDAsync_v2", device, host, nbytes, stream)
 
+    def copy_between(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """From device memory to device memory, also of another device."""
+        self._call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
+
     def copy_batch(
         self, destinations: int, sources: int, sizes: int, count: int, stream: int
     ) -> None:
-        """``count`` copies between device and pinned host memory in one call.
+        """``count`` copies between device and pinned host memory, or two devices, in one call.
 
         The first three are addresses of arrays of uint64, which the driver has read when this
         returns. Copies of one batch are in no order.
@@ -398,7 +411,7 @@ class Driver:
     def copy_rectangles(
         self, targets: Side, sources: Side, width: U64, height: U64, stream: int
     ) -> None:
-        """2-D copies between device and pinned host memory, all in one call.
+        """2-D copies between device and pinned host memory, or two devices, all in one call.
 
         A loop of calls would wait for the interpreter lock after each of them.
         """

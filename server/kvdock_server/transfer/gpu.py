@@ -10,16 +10,26 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdock_server.transfer.block_transfer import BlockTransfer, ReadyEvent
 from kvdock_server.transfer.cuda import Direction
-from kvdock_server.transfer.device import Device, DeviceStats, WorkerMemory, format_uuid
+from kvdock_server.transfer.device import (
+    Device,
+    DeviceStats,
+    MappedGroup,
+    WorkerMemory,
+    format_uuid,
+)
 from kvdock_server.transfer.driver import CudaError, CudaUnavailableError, load_driver
+from kvdock_server.transfer.fan_out import Copied, Follower, Load, Relays, until_settled
 from kvdock_server.transfer.lane import Job
 from kvdock_server.transfer.layout import DeviceAllocation, GroupLayout, LayoutError
 from kvdock_server.transfer.pinning import PinnedPool
@@ -56,6 +66,7 @@ class GpuTransfers:
         self._pool = PinnedPool(pool_address, pool_bytes)
         self._pool_range = range(pool_address, pool_address + pool_bytes)
         self._admin = ThreadPoolExecutor(_ADMIN_THREADS, thread_name_prefix="device-memory")
+        self._relays = Relays(self._admin)
         self._lock = threading.Lock()
         self._devices: dict[int, Device] = {}
 
@@ -82,7 +93,7 @@ class GpuTransfers:
             if not mapped.cancelled():
                 mapped.add_done_callback(self._abandon)
             raise
-        return Registration(worker, self._admin, self._pool_range)
+        return Registration(worker, self._admin, self._relays, self._pool_range)
 
     def stats(self) -> GpuStats:
         """A snapshot. Any thread."""
@@ -158,11 +169,19 @@ class GpuTransfers:
 class Registration:
     """The mapped memory of one worker. Methods belong to the event loop."""
 
-    def __init__(self, worker: WorkerMemory, admin: ThreadPoolExecutor, pool_range: range) -> None:
+    def __init__(
+        self,
+        worker: WorkerMemory,
+        admin: ThreadPoolExecutor,
+        relays: Relays,
+        pool_range: range,
+    ) -> None:
         self._worker = worker
         self._admin = admin
+        self._relays = relays
         self._pool_range = pool_range
         self._jobs: set[Job] = set()
+        self._followers: WeakSet[Follower] = WeakSet()
         self._closing: asyncio.Task[None] | None = None
         self.description = worker.description
         """What was opened and how it is copied, for a log line."""
@@ -185,9 +204,15 @@ class Registration:
         arrived; then none of the slots may be used. When this has returned, raised or been
         cancelled, nothing touches the slots any more.
         """
-        await self._transfer(
-            Direction.STORE, group_idx, block_ids, slot_offsets, 0, ready_event, seconds
-        )
+        deadline = time.monotonic() + seconds
+        group, ids, hosts = self._checked(group_idx, block_ids, slot_offsets, 0, ready_event)
+        if not len(ids):
+            return
+        device = self._worker.device
+        start = ReadyEvent(device.driver, ready_event)
+        transfer = BlockTransfer(device, Direction.STORE, group, ids, hosts, start)
+        with self._under_way(device.submit(Direction.STORE, transfer, deadline)) as job:
+            await until_settled(job)
 
     async def retrieve(
         self,
@@ -197,14 +222,43 @@ class Registration:
         skip_blocks: int = 0,
         ready_event: bytes = b"",
         seconds: float = float("inf"),
-    ) -> None:
+        followers: Sequence[Follower] = (),
+    ) -> Copied:
         """Copy chunks from the pool to the device, all but ``skip_blocks`` blocks of the first.
 
         As ``store``, the other way. After an error some of the blocks may be overwritten.
+
+        ``followers`` get the same bytes at the same block ids, from this device where it reaches
+        theirs, and each tells in ``failure`` whether it has them all. Their groups must have the
+        same bytes a block, and the blocks. None of them makes the load fail or wait for long; if
+        the load fails, they fail.
         """
-        await self._transfer(
-            Direction.LOAD, group_idx, block_ids, slot_offsets, skip_blocks, ready_event, seconds
+        deadline = time.monotonic() + seconds
+        group, ids, hosts = self._checked(
+            group_idx, block_ids, slot_offsets, skip_blocks, ready_event
         )
+        for follower in followers:
+            _check_follower(follower, group_idx, group.planner.layout, ids)
+        if not len(ids):
+            return Copied()
+        wanting = [follower for follower in followers if not follower.has_given_up]
+        relays = await asyncio.gather(
+            *[self._relays.between(self._worker, follower.worker) for follower in wanting]
+        )
+        self._check_open()
+        load = Load(self._worker, group_idx, ids, hosts, ready_event, deadline)
+        with self._under_way(load.start(zip(wanting, relays, strict=True))) as job:
+            return await load.end(job)
+
+    def follower(self) -> Follower:
+        """This worker as one that another's ``retrieve`` fills as well.
+
+        DeviceMemoryError if the memory is not registered any more.
+        """
+        self._check_open()
+        follower = Follower(self._worker, self._admin)
+        self._followers.add(follower)
+        return follower
 
     async def close(self) -> None:
         """Cancel transfers and unmap the memory. Returns when the driver has let go of it.
@@ -221,21 +275,33 @@ class Registration:
             job.cancel()
         settled = [asyncio.wrap_future(job.settled) for job in jobs]
         await asyncio.gather(*settled, return_exceptions=True)
+        await asyncio.gather(*(follower.give_up() for follower in list(self._followers)))
+        await self._relays.close(self._worker)
         await asyncio.wrap_future(self._admin.submit(self._worker.close))
 
-    async def _transfer(
+    @contextmanager
+    def _under_way(self, job: Job) -> Iterator[Job]:
+        """``close`` ends the job."""
+        self._jobs.add(job)
+        try:
+            yield job
+        finally:
+            self._jobs.discard(job)
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise DeviceMemoryError("the worker's memory is not registered any more")
+
+    def _checked(
         self,
-        direction: Direction,
         group_idx: int | None,
         block_ids: Sequence[int] | npt.NDArray[np.integer],
         slot_offsets: Sequence[int],
         skip_blocks: int,
         ready_event: bytes,
-        seconds: float,
-    ) -> None:
-        deadline = time.monotonic() + seconds
-        if self._closing is not None:
-            raise DeviceMemoryError("the worker's memory is not registered any more")
+    ) -> tuple[MappedGroup, I64, U64]:
+        """The group, the block ids and their host addresses; ValueError if something is wrong."""
+        self._check_open()
         group = self._worker.groups.get(group_idx)
         if group is None:
             raise ValueError(
@@ -244,15 +310,7 @@ class Registration:
         if len(ready_event) not in (0, _EVENT_HANDLE_BYTES):
             raise ValueError(f"an event handle has 64 bytes, this one has {len(ready_event)}")
         ids = np.asarray(block_ids, dtype=np.int64)
-        hosts = self._hosts(group.planner.layout, ids, slot_offsets, skip_blocks)
-        if not len(ids):
-            return
-        job = self._worker.device.submit(direction, group, ids, hosts, ready_event, deadline)
-        self._jobs.add(job)
-        try:
-            await _until_settled(job)
-        finally:
-            self._jobs.discard(job)
+        return group, ids, self._hosts(group.planner.layout, ids, slot_offsets, skip_blocks)
 
     def _hosts(
         self, layout: GroupLayout, ids: I64, slot_offsets: Sequence[int], skip_blocks: int
@@ -278,17 +336,15 @@ class Registration:
         return block_hosts(slots + self._pool_range.start, layout, skip_blocks)
 
 
-async def _until_settled(job: Job) -> None:
-    """Wait for a job. When cancelled, cancel it and still wait: its memory is in use till then."""
-    settled = asyncio.wrap_future(job.settled)
-    try:
-        await asyncio.shield(settled)
-    except asyncio.CancelledError:
-        job.cancel()
-        while not settled.done():
-            try:
-                await asyncio.wait([settled])
-            except asyncio.CancelledError:
-                continue  # the first one is raised below
-        settled.exception()  # seen: it says no more than that the job was cancelled
-        raise
+def _check_follower(
+    follower: Follower, group_idx: int | None, layout: GroupLayout, ids: I64
+) -> None:
+    group = follower.worker.groups.get(group_idx)
+    if group is None:
+        raise ValueError(f"group {group_idx} of a follower is not registered")
+    theirs = group.planner.layout
+    if theirs.block_bytes != layout.block_bytes or ids.max(initial=0) >= theirs.num_blocks:
+        raise ValueError(
+            f"{theirs.num_blocks} blocks of {theirs.block_bytes} bytes of a follower, and block id "
+            f"{ids.max(initial=0)} of {layout.block_bytes} bytes: they must hold the same"
+        )

@@ -176,7 +176,27 @@ class ScatteredBlocks:
         return len(self.ids) * self.block_bytes
 
 
-Piece = Segments | Rectangles | ScatteredBlocks
+@dataclass(frozen=True, slots=True)
+class RelayedBlocks:
+    """Blocks that a load has brought to its device, to go on to ``receivers`` other devices.
+
+    They are there when ``after`` is done, an event.
+    """
+
+    ids: I64
+    block_bytes: int
+    receivers: int
+    after: int
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.ids) * self.block_bytes * self.receivers
+
+
+CopyPiece = Segments | Rectangles | ScatteredBlocks
+"""Work between one device and host memory: what a Planner plans."""
+
+Piece = CopyPiece | RelayedBlocks
 
 
 class MergedRegions(NamedTuple):
@@ -189,7 +209,7 @@ class MergedRegions(NamedTuple):
     host_offset: U64
 
 
-class _Ladder(NamedTuple):
+class Ladder(NamedTuple):
     """Regions at one pitch on both sides: rows of one rectangle for every block."""
 
     first: int
@@ -220,8 +240,8 @@ class Planner:
         self._dense = len(self.regions.device) == 1 and (
             layout.num_blocks == 1 or self.regions.stride[0] == self.regions.nbytes[0]
         )
-        prices = _segment_prices(self.regions.nbytes)
-        self._ladders, self._singles = _cheapest_ladders(self.regions, prices)
+        prices = segment_prices(self.regions.nbytes)
+        self._ladders, self._singles = cheapest_ladders(self.regions, prices)
         self._block_us = len(self._ladders) * COPY_PRICES.rectangle_us + float(
             prices[self._singles].sum()
         )
@@ -241,7 +261,7 @@ class Planner:
 
     def plan(
         self, block_ids: Sequence[int] | npt.NDArray[np.integer], hosts: U64, *, stage: bool
-    ) -> Iterator[Piece]:
+    ) -> Iterator[CopyPiece]:
         """The pieces that move blocks ``block_ids``, block ``i`` to or from address ``hosts[i]``.
 
         Planning is lazy and takes about as long as a piece needs to be copied, at most. Every block
@@ -280,7 +300,7 @@ class Planner:
             members = np.repeat(rest, lengths)
             yield from self._block_pieces(ids[members], hosts[members])
 
-    def _dense_pieces(self, ids: I64, hosts: U64, starts: I64, lengths: I64) -> Iterator[Piece]:
+    def _dense_pieces(self, ids: I64, hosts: U64, starts: I64, lengths: I64) -> Iterator[CopyPiece]:
         block = np.uint64(self.block_bytes)
         first = ids[starts].astype(np.uint64)
         yield from self._segment_pieces(
@@ -291,7 +311,7 @@ class Planner:
             )
         )
 
-    def _row_pieces(self, first: I64, hosts: U64, lengths: I64) -> Iterator[Piece]:
+    def _row_pieces(self, first: I64, hosts: U64, lengths: I64) -> Iterator[CopyPiece]:
         """Rows are blocks: a rectangle for each run and region."""
         regions = self.regions
         most = max(1, _MAX_OPERATION_BYTES // int(regions.nbytes.max()))
@@ -317,7 +337,7 @@ class Planner:
                 )
             )
 
-    def _block_pieces(self, ids: I64, hosts: U64) -> Iterator[Piece]:
+    def _block_pieces(self, ids: I64, hosts: U64) -> Iterator[CopyPiece]:
         """Block by block: rectangles whose rows are layers, and segments for the other regions."""
         regions = self.regions
         for window in _windows(len(ids), len(self._ladders) + len(self._singles)):
@@ -347,7 +367,7 @@ class Planner:
                     )
                 )
 
-    def _staged_pieces(self, ids: I64, hosts: U64) -> Iterator[Piece]:
+    def _staged_pieces(self, ids: I64, hosts: U64) -> Iterator[CopyPiece]:
         blocks = min(STAGED_PIECE_BYTES // self.block_bytes, MAX_STAGED_BLOCKS)
         size = np.uint64(self.block_bytes)
         for start in range(0, len(ids), blocks):
@@ -361,10 +381,10 @@ class Planner:
 
     def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
         segments = self._within_borders(_split(segments, _MAX_OPERATION_BYTES))
-        for part in _cut(segments.nbytes, _segment_prices(segments.nbytes)):
+        for part in _cut(segments.nbytes, segment_prices(segments.nbytes)):
             yield segments.take(part)
 
-    def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[Piece]:
+    def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[CopyPiece]:
         if len(self._borders):
             span = (rectangles.height - np.uint64(1)) * rectangles.host_pitch + rectangles.width
             crossing = self._crosses(rectangles.host, span)
@@ -419,7 +439,7 @@ def _efficiency(
     return np.asarray(link_us / (link_us + cost_us), dtype=np.float64)
 
 
-def _segment_prices(nbytes: U64) -> npt.NDArray[np.float64]:
+def segment_prices(nbytes: U64) -> npt.NDArray[np.float64]:
     """What segments cost beyond their bytes' own time on the link."""
     link_us = nbytes / COPY_PRICES.link_bytes_per_us
     prices = np.maximum(COPY_PRICES.least_segment_us - link_us, 0) + COPY_PRICES.segment_us
@@ -449,17 +469,17 @@ def _merge(layout: GroupLayout, bases: Sequence[int]) -> MergedRegions:
     return MergedRegions(columns[0].astype(np.int64), *columns[1:])
 
 
-def _cheapest_ladders(
+def cheapest_ladders(
     regions: MergedRegions, prices: npt.NDArray[np.float64]
-) -> tuple[list[_Ladder], npt.NDArray[np.intp]]:
+) -> tuple[list[Ladder], npt.NDArray[np.intp]]:
     """Ladders, and the regions that are in none, at the lowest price for one block.
 
     With step 2 every other region is a rung: K and V of a layer at one distance, layers at
     another.
     """
-    best: tuple[float, list[_Ladder], list[int]] | None = None
+    best: tuple[float, list[Ladder], list[int]] | None = None
     for step in _LADDER_STEPS:
-        ladders: list[_Ladder] = []
+        ladders: list[Ladder] = []
         singles: list[int] = []
         for first in range(min(step, len(regions.device))):
             _climb(regions, prices, first, step, ladders, singles)
@@ -475,7 +495,7 @@ def _climb(
     prices: npt.NDArray[np.float64],
     first: int,
     step: int,
-    ladders: list[_Ladder],
+    ladders: list[Ladder],
     singles: list[int],
 ) -> None:
     """Sort regions ``first``, ``first + step``, ... into ladders and singles."""
@@ -492,7 +512,7 @@ def _climb(
         if at + step < count:
             device_pitch = device[at + step] - device[at]
             host_pitch = host[at + step] - host[at]
-        if nbytes[at] <= device_pitch:
+        if nbytes[at] <= min(device_pitch, host_pitch):
             most = max(1, _MAX_OPERATION_BYTES // nbytes[at])
             rung = at + step
             while (
@@ -507,7 +527,7 @@ def _climb(
                 rows += 1
                 rung += step
         if rows * prices[at] > COPY_PRICES.rectangle_us:
-            ladders.append(_Ladder(at, rows, device_pitch, host_pitch))
+            ladders.append(Ladder(at, rows, device_pitch, host_pitch))
             at += rows * step
         else:
             singles.append(at)

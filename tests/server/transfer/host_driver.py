@@ -1,14 +1,25 @@
 """A stand-in for the CUDA driver whose devices are host memory, for machines without a GPU.
 
-It keeps the driver's rules that the transfers rely on: a handle is opened once at a time and closed
-once, host memory is registered once, a copy may not cross the border of a registration, batches
-want registered memory, and events belong to whoever made or opened them. Copies happen at once.
+It keeps the driver's rules that the transfers rely on. A handle is opened once at a time in each
+context and closed once, in the context that opened it, when nothing touches the memory any more.
+Opened in another device's context it has an address of its own there, and only so may bytes be
+copied to it from that device. Host memory is registered once, a copy may not cross the border of a
+registration, batches want registered memory, and events belong to whoever made or opened them.
+
+What is queued on a stream happens when somebody waits for something or asks whether it is done.
+With ``others_first`` all other streams' work happens before it: what does not wait for what it
+needs on another stream comes too early then, and brings the wrong bytes. Without, all happens as
+late as can be: what is taken away before it happened is missed.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,66 +30,146 @@ from kvdock_server.transfer.plan import U64
 
 UUID = bytes(range(16))
 
+Bytes = npt.NDArray[np.uint8]
+
+
+def uuid(ordinal: int) -> bytes:
+    """UUID of the device; the first one's is ``UUID``."""
+    return bytes([ordinal]) + UUID[1:]
+
+
+@dataclass
+class Exported:
+    """Memory of another process on one device."""
+
+    ordinal: int
+    bytes: Bytes
+    fd: int
+
+    def again(self) -> Bytes:
+        """The same memory at another address."""
+        return np.frombuffer(mmap.mmap(self.fd, len(self.bytes)), dtype=np.uint8)
+
+
+@dataclass
+class Opened:
+    """A handle that is open in a context."""
+
+    handle: bytes
+    context: int
+    bytes: Bytes
+
+
+@dataclass
+class Stream:
+    """Work of one context; the first ``done`` operations have happened."""
+
+    context: int
+    queued: list[tuple[Sequence[int], Callable[[], object]]] = field(default_factory=list)
+    done: int = 0
+
 
 class HostDriver:
-    """See above. ``exported`` are the allocations that can be opened, by handle."""
+    """See above. ``peers`` are the pairs of devices of which the first reaches the second."""
 
     version = 13_000
     has_batch_copy = True
 
-    def __init__(self, exported: dict[bytes, npt.NDArray[np.uint8]]) -> None:
-        self.exported = exported
-        self.opened: dict[int, bytes] = {}
+    def __init__(self, devices: int = 1) -> None:
+        self.devices = devices
+        self.peers = {(one, two) for one in range(devices) for two in range(devices) if one != two}
+        self.exported: dict[bytes, Exported] = {}
+        self.refused: set[tuple[int, bytes]] = set()
+        """(context, handle) that cannot be opened."""
+        self.opened: dict[int, Opened] = {}
+        self.allocated: dict[int, Bytes] = {}
         self.registered: dict[int, int] = {}
         self.ready_events: set[bytes] = set()
         self.events: dict[int, bytes] = {}
         self.log: list[str] = []
+        self.before_copy: Callable[[int, int, int], None] = lambda target, source, nbytes: None
+        """Called with the addresses of both sides before each copy happens."""
+        self.others_first = True
+        self.refuse_copies_to: set[bytes] = set()
+        """Handles of memory that no copy can be queued to."""
+        self._current = threading.local()
+        self._lock = threading.RLock()
+        self._streams: dict[int, Stream] = {}
+        self._recorded: dict[int, tuple[Stream, int]] = {}
         self._next = 1000
 
+    def export(self, nbytes: int, ordinal: int = 0) -> tuple[bytes, Bytes]:
+        """Memory of another process on a device: its handle, and its bytes."""
+        fd = os.memfd_create("device-memory")
+        os.ftruncate(fd, nbytes)
+        memory = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+        handle = len(self.exported).to_bytes(64, "little")
+        self.exported[handle] = Exported(ordinal, memory, fd)
+        return handle, memory
+
+    # Devices and contexts. The context of a device is its ordinal plus 1.
+
     def device_uuids(self) -> list[bytes]:
-        return [UUID]
+        return [uuid(ordinal) for ordinal in range(self.devices)]
 
     def device_name(self, ordinal: int) -> str:
         return f"host {ordinal}"
 
+    def can_access_peer(self, ordinal: int, peer: int) -> bool:
+        return (ordinal, peer) in self.peers
+
     def retain_context(self, ordinal: int) -> int:
-        return 1
+        return ordinal + 1
 
     def set_current(self, context: int) -> None:
-        assert context == 1
+        assert 1 <= context <= self.devices
+        self._current.context = context
+
+    @property
+    def current(self) -> int:
+        return int(self._current.context)
+
+    # Memory
 
     def ipc_open_memory(self, handle: bytes) -> int:
-        if handle not in self.exported:
+        context = self.current
+        if handle not in self.exported or (context, handle) in self.refused:
             raise _error("cuIpcOpenMemHandle_v2")
-        assert handle not in self.opened.values(), "opened twice"
+        assert not any(
+            (context, handle) == (opened.context, opened.handle) for opened in self.opened.values()
+        ), "opened twice"
         self.log.append("open")
-        address = self.exported[handle].ctypes.data
-        self.opened[address] = handle
+        memory = self.exported[handle]
+        seen = memory.bytes if memory.ordinal == context - 1 else memory.again()
+        address = int(seen.ctypes.data)
+        self.opened[address] = Opened(handle, context, seen)
         return address
 
     def ipc_close_memory(self, address: int) -> None:
-        del self.opened[address]
+        with self._lock:
+            opened = self.opened.pop(address)
+            assert opened.context == self.current, "closed in another context"
+            for stream in self._streams.values():
+                for touched, _ in stream.queued[stream.done :]:
+                    for each in touched:
+                        assert not address <= each < address + len(opened.bytes), "closed in use"
         self.log.append("close")
 
     def allocation_bytes(self, address: int) -> int:
-        return len(self.exported[self.opened[address]])
+        return len(self.opened[address].bytes)
 
-    def ipc_open_event(self, handle: bytes) -> int:
-        event = self.create_event()
-        self.events[event] = handle
-        return event
+    def allocate(self, nbytes: int) -> int:
+        memory: Bytes = np.zeros(nbytes, np.uint8)
+        address = int(memory.ctypes.data)
+        self.allocated[address] = memory
+        return address
 
-    def create_stream(self) -> int:
-        self._next += 1
-        return self._next
+    allocate_host = allocate
 
-    create_event = create_stream
+    def free(self, address: int) -> None:
+        del self.allocated[address]
 
-    def query_event(self, event: int) -> bool:
-        return event not in self.events or self.events[event] in self.ready_events
-
-    def destroy_event(self, event: int) -> None:
-        self.events.pop(event, None)
+    free_host = free
 
     def register_host(self, address: int, nbytes: int) -> None:
         assert address not in self.registered
@@ -87,11 +178,64 @@ class HostDriver:
     def unregister_host(self, address: int) -> None:
         del self.registered[address]
 
+    # Streams and events
+
+    def ipc_open_event(self, handle: bytes) -> int:
+        event = self.create_event()
+        self.events[event] = handle
+        return event
+
+    def create_stream(self) -> int:
+        self._next += 1
+        self._streams[self._next] = Stream(self.current)
+        return self._next
+
+    def destroy_stream(self, stream: int) -> None:
+        self.synchronize_stream(stream)
+        del self._streams[stream]
+
+    def synchronize_stream(self, stream: int) -> None:
+        with self._lock:
+            self._run_last(self._streams[stream], len(self._streams[stream].queued))
+
+    def create_event(self) -> int:
+        self._next += 1
+        return self._next
+
+    def destroy_event(self, event: int) -> None:
+        self.events.pop(event, None)
+
+    def record_event(self, event: int, stream: int) -> None:
+        with self._lock:
+            recorded = self._streams[stream]
+            self._recorded[event] = recorded, len(recorded.queued)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        with self._lock:
+            if event in self._recorded:
+                recorded, position = self._recorded[event]
+                self._queue(stream, (), lambda: self._run(recorded, position))
+
+    def query_event(self, event: int) -> bool:
+        if event in self.events:
+            return self.events[event] in self.ready_events
+        self.synchronize_event(event)
+        return True
+
+    def synchronize_event(self, event: int) -> None:
+        with self._lock:
+            if event in self._recorded:
+                self._run_last(*self._recorded[event])
+
+    # Copies
+
     def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None:
-        self._copy(host, device, nbytes, host)
+        self._copy(host, device, nbytes, stream)
 
     def copy_to_device(self, device: int, host: int, nbytes: int, stream: int) -> None:
-        self._copy(device, host, nbytes, host)
+        self._copy(device, host, nbytes, stream)
+
+    copy_between = copy_to_device
 
     def copy_batch(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         columns = [
@@ -99,9 +243,11 @@ class HostDriver:
             for column in (targets, sources, sizes)
         ]
         for target, source, nbytes in zip(*columns, strict=True):
-            host = source if self._is_device(target) else target
-            assert self._registration(host) is not None, "a batch of memory that is not registered"
-            self._copy(target, source, nbytes, host)
+            for host in (target, source):
+                assert self._device_of(host) is not None or self._registration(host) is not None, (
+                    "a batch of memory that is not registered"
+                )
+            self._copy(target, source, nbytes, stream)
 
     def copy_rectangles(
         self, targets: Side, sources: Side, width: U64, height: U64, stream: int
@@ -110,44 +256,112 @@ class HostDriver:
         for target, target_pitch, source, source_pitch, nbytes, count in zip(
             *(column.tolist() for column in rows), strict=True
         ):
-            host = source if self._is_device(target) else target
-            host_pitch = source_pitch if self._is_device(target) else target_pitch
-            span = (count - 1) * host_pitch + nbytes
-            assert self._registration(host) == self._registration(host + span - 1) is not None
+            assert nbytes <= target_pitch, "rows overlap"
+            assert nbytes <= source_pitch, "rows overlap"
+            for side, pitch in ((target, target_pitch), (source, source_pitch)):
+                last = side + (count - 1) * pitch + nbytes - 1
+                if self._device_of(side) is None:
+                    assert self._registration(side) == self._registration(last) is not None
+                else:
+                    assert self._mapping(side) == self._mapping(last)
             for row in range(count):
-                self._copy(target + row * target_pitch, source + row * source_pitch, nbytes, None)
+                self._copy(target + row * target_pitch, source + row * source_pitch, nbytes, stream)
 
     def copy_2d(self, copy: Memcpy2D, stream: int) -> None:
         for row in range(copy.height):
             target = (copy.dst_host or copy.dst_device) + row * copy.dst_pitch
             source = (copy.src_host or copy.src_device) + row * copy.src_pitch
-            self._copy(target, source, copy.width_in_bytes, None)
+            self._copy(target, source, copy.width_in_bytes, stream)
 
-    def __getattr__(self, name: str) -> Any:
-        """What has no effect here: streams, and events of this process's own."""
-        if name in {"destroy_stream", "record_event", "synchronize_event", "synchronize_stream"}:
-            return lambda *arguments: None
-        raise AttributeError(name)
-
-    def _copy(self, target: int, source: int, nbytes: int, host: int | None) -> None:
-        if host is not None and self._registration(host) != self._registration(host + nbytes - 1):
-            raise _error("a copy across the border of a registration")
-        device = target if self._is_device(target) else source
-        assert self._is_device(device), "a copy with no device side"
-        assert self._is_device(device + nbytes - 1), "a copy beyond the mapped memory"
-        ctypes.memmove(target, source, nbytes)
-
-    def _is_device(self, address: int) -> bool:
-        return any(
-            base <= address < base + len(self.exported[handle])
-            for base, handle in self.opened.items()
+    def launch(
+        self, function: int, blocks: int, threads: int, stream: int, arguments: Sequence[Any]
+    ) -> None:
+        """The one kernel there is: move_blocks of staging.py."""
+        *columns, many, buffer, block_bytes, segments, regions, _, gather = (
+            argument.value for argument in arguments[:-1]
         )
+        count = segments // regions
+        table = [_read(column, ctypes.c_uint64, regions) for column in columns]
+        ids = (
+            _read(many, ctypes.c_uint32, count) if many else [int(i) for i in arguments[-1][:count]]
+        )
+        for index, block in enumerate(ids):
+            for device, stride, nbytes, offset in zip(*table, strict=True):
+                page, staged = device + block * stride, buffer + index * block_bytes + offset
+                target, source = (staged, page) if gather else (page, staged)
+                self._copy(target, source, nbytes, stream)
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        with self._lock:
+            context = self._streams[stream].context
+            assert context == self.current, "a stream of another context"
+            sides = self._device_of(target), self._device_of(source)
+            assert sides != (None, None), "a copy with no device side"
+            for address, ordinal in zip((target, source), sides, strict=True):
+                if ordinal is None:
+                    last = self._registration(address + nbytes - 1)
+                    if self._registration(address) != last:
+                        raise _error("a copy across the border of a registration")
+                else:
+                    mapping = self._mapping(address)
+                    assert mapping == self._mapping(address + nbytes - 1), "beyond the memory"
+                    if mapping in self.opened:
+                        opened = self.opened[mapping]
+                        assert opened.context == context, "an address of another context"
+                        if opened.handle in self.refuse_copies_to and address == target:
+                            raise _error("a copy to where none can be")
+            assert sides[1] in (None, context - 1), "a copy from another device"
+
+            def move() -> None:
+                self.before_copy(target, source, nbytes)
+                ctypes.memmove(target, source, nbytes)
+
+            self._queue(stream, (target, source), move)
+
+    def _queue(self, stream: int, touched: Sequence[int], work: Callable[[], object]) -> None:
+        self._streams[stream].queued.append((touched, work))
+
+    def _run_last(self, stream: Stream, until: int) -> None:
+        if self.others_first:
+            for other in self._streams.values():
+                if other is not stream:
+                    self._run(other, len(other.queued))
+        self._run(stream, until)
+
+    def _run(self, stream: Stream, until: int) -> None:
+        while stream.done < until:
+            _, work = stream.queued[stream.done]
+            work()
+            stream.done += 1
+
+    def _mapping(self, address: int) -> int | None:
+        """Where the device memory begins in which the address lies."""
+        for base, opened in self.opened.items():
+            if base <= address < base + len(opened.bytes):
+                return base
+        for base, memory in self.allocated.items():
+            if base <= address < base + len(memory):
+                return base
+        return None
+
+    def _device_of(self, address: int) -> int | None:
+        """The device on which the address's memory lies."""
+        base = self._mapping(address)
+        if base is None:
+            return None
+        if base in self.opened:
+            return self.exported[self.opened[base].handle].ordinal
+        return self.current - 1
 
     def _registration(self, address: int) -> int | None:
         for base, nbytes in self.registered.items():
             if base <= address < base + nbytes:
                 return base
         return None
+
+
+def _read(address: int, kind: Any, count: int) -> list[int]:
+    return [int(value) for value in (kind * count).from_address(address)]
 
 
 def _error(call: str) -> CudaError:

@@ -38,19 +38,19 @@ class Setting:
 
     def __init__(self) -> None:
         self.pool: npt.NDArray[np.uint8] = np.zeros(POOL_BYTES, np.uint8)
-        self.driver = HostDriver({})
+        self.driver = HostDriver()
         self.transfers = GpuTransfers(self.pool.ctypes.data, POOL_BYTES)
 
     def export(
         self, case: kv_layouts.Case
     ) -> tuple[list[DeviceAllocation], list[kv_layouts.Bytes]]:
         rng = np.random.default_rng(len(self.driver.exported))
-        arrays = [rng.integers(0, 256, size, np.uint8) for size in case.allocation_bytes]
-        allocations = []
-        for array in arrays:
-            handle = len(self.driver.exported).to_bytes(64, "little")
-            self.driver.exported[handle] = array
-            allocations.append(DeviceAllocation(handle, len(array), UUID))
+        allocations, arrays = [], []
+        for size in case.allocation_bytes:
+            handle, array = self.driver.export(size)
+            array[:] = rng.integers(0, 256, size, np.uint8)
+            allocations.append(DeviceAllocation(handle, size, UUID))
+            arrays.append(array)
         return allocations, arrays
 
     async def worker(

@@ -1,0 +1,96 @@
+"""A transfer of blocks between one worker's memory and the pool, as a lane carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvdock_server.transfer.cuda import DeviceMover, Direction
+from kvdock_server.transfer.device import Device, MappedGroup
+from kvdock_server.transfer.driver import Driver
+from kvdock_server.transfer.plan import I64, U64, CopyPiece, Piece, RelayedBlocks
+
+
+class Start(Protocol):
+    """When copying may start. Called on the thread of the transfer's lane only."""
+
+    def has_come(self) -> bool:
+        """True from then on. Raises if it will not come."""
+        ...
+
+    def close(self) -> None:
+        """Called once, last."""
+        ...
+
+
+class ReadyEvent:
+    """The start of a transfer when an event of the engine's is done; at once if there is none."""
+
+    def __init__(self, driver: Driver, ipc_handle: bytes) -> None:
+        self._driver = driver
+        self._handle = ipc_handle
+        self._event = 0
+        self.was_done = not ipc_handle
+        """What ``has_come`` last said. Any thread."""
+
+    def has_come(self) -> bool:
+        if not self.was_done:
+            if not self._event:
+                self._event = self._driver.ipc_open_event(self._handle)
+            self.was_done = self._driver.query_event(self._event)
+        return self.was_done
+
+    def close(self) -> None:
+        if self._event:
+            self._driver.destroy_event(self._event)
+
+
+class StartOfAnother:
+    """The start of a transfer that another one's event holds back as well."""
+
+    def __init__(self, event: ReadyEvent) -> None:
+        self._event = event
+
+    def has_come(self) -> bool:
+        return self._event.was_done
+
+    def close(self) -> None:
+        """The event is the other's."""
+
+
+class BlockTransfer:
+    """Blocks ``ids`` of one group, from or to host addresses ``hosts``."""
+
+    def __init__(
+        self,
+        device: Device,
+        direction: Direction,
+        group: MappedGroup,
+        ids: I64,
+        hosts: U64,
+        start: Start,
+    ) -> None:
+        self._mover: DeviceMover = device.mover(direction)
+        self._group = group
+        self._ids = ids
+        self._hosts = hosts
+        self._start = start
+
+    def ready(self) -> bool:
+        return self._start.has_come()
+
+    def pieces(self) -> Iterator[Piece]:
+        return self._copies(self._ids, self._hosts, stage=self._may_stage())
+
+    def start(self, piece: Piece) -> int:
+        assert not isinstance(piece, RelayedBlocks)
+        return self._mover.start(piece, self._group.table)
+
+    def finish(self) -> None:
+        self._start.close()
+
+    def _may_stage(self) -> bool:
+        return self._group.table is not None and self._mover.reserve_staging()
+
+    def _copies(self, ids: I64, hosts: U64, *, stage: bool) -> Iterator[CopyPiece]:
+        return self._group.planner.plan(ids, hosts, stage=stage)

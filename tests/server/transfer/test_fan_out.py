@@ -1,0 +1,393 @@
+"""One load for several workers: bytes, order, and every end, on devices made of host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvdock_server.transfer import (
+    Copied,
+    DeviceAllocation,
+    DeviceMemoryError,
+    Follower,
+    GpuTransfers,
+    Registration,
+    TransferFailedError,
+    gpu,
+    pinning,
+    plan,
+    relay,
+    staging,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+import kv_layouts
+from host_driver import HostDriver, uuid
+
+POOL_BYTES = 1 << 20
+BLOCKS = 40
+PER_CHUNK = 4
+EVENT = b"e" * 64
+DEVICES = 4
+
+
+@dataclass
+class Worker:
+    """Memory of one worker: its layout, its arrays, and how the server holds it."""
+
+    registration: Registration
+    case: kv_layouts.Case
+    arrays: list[kv_layouts.Bytes]
+
+    def block(self, block: int) -> kv_layouts.Bytes:
+        return np.concatenate(self.case.pages(self.arrays, block))
+
+
+class Setting:
+    """A pool with random bytes, and workers on several devices."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(9)
+        self.pool: npt.NDArray[np.uint8] = rng.integers(0, 256, POOL_BYTES, np.uint8)
+        self.driver = HostDriver(DEVICES)
+        self.transfers = GpuTransfers(self.pool.ctypes.data, POOL_BYTES)
+        self.transfers.faulted(0, POOL_BYTES)
+
+    async def worker(self, device: int, name: str = "block-major", pad: int = 0) -> Worker:
+        case = kv_layouts.CASES[name](13, BLOCKS, 96, PER_CHUNK, pad)
+        allocations, arrays = [], []
+        for size in case.allocation_bytes:
+            handle, array = self.driver.export(size, device)
+            array[:] = 0xA5
+            allocations.append(DeviceAllocation(handle, size, uuid(device)))
+            arrays.append(array)
+        registration = await self.transfers.register(allocations, {None: case.layout})
+        return Worker(registration, case, arrays)
+
+    async def workers(self, name: str = "block-major") -> list[Worker]:
+        return [await self.worker(device, name, pad=3 * device) for device in range(DEVICES)]
+
+    async def load(
+        self, leader: Worker, others: list[Worker], event: bytes = b"", seconds: float = 10
+    ) -> tuple[Copied, list[Follower]]:
+        followers = [worker.registration.follower() for worker in others]
+        return await self.load_for(leader, followers, event, seconds), followers
+
+    async def load_for(
+        self, leader: Worker, followers: list[Follower], event: bytes = b"", seconds: float = 10
+    ) -> Copied:
+        return await leader.registration.retrieve(
+            None, TARGET, self.slots(leader), SKIP, event, seconds, followers
+        )
+
+    def slots(self, worker: Worker) -> list[int]:
+        return [1000 + worker.case.layout.chunk_bytes * i for i in (0, 1, 2, 4)]
+
+    def is_filled(self, worker: Worker) -> bool:
+        """True if the target blocks have the pool's bytes, False if none has; all others are as
+        they were."""
+        layout = worker.case.layout
+        rows = [self.pool[slot : slot + layout.chunk_bytes] for slot in self.slots(worker)]
+        wanted = np.concatenate(rows).reshape(-1, layout.block_bytes)[SKIP:]
+        filled = [
+            bool((worker.block(block) == row).all())
+            for block, row in zip(TARGET, wanted, strict=True)
+        ]
+        for block in range(BLOCKS):
+            if block not in TARGET or not any(filled):
+                assert (worker.block(block) == 0xA5).all()
+        assert all(filled) or not any(filled)
+        return all(filled)
+
+
+SKIP = 3
+TARGET = [*range(39, 30, -1), 21, 22, 23, 24]
+LOADED_BLOCKS = len(TARGET)
+
+
+@pytest.fixture
+async def setting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setting]:
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(relay, "WINDOW_BYTES", 3000)
+    setting = Setting()
+    monkeypatch.setattr(gpu, "load_driver", lambda: setting.driver)
+    yield setting
+    await setting.transfers.close()
+    assert setting.driver.opened == {}
+    assert setting.driver.registered == {}
+    assert setting.driver.events == {}
+    assert setting.driver.allocated == {}
+
+
+async def pinned(setting: Setting) -> None:
+    for _ in range(1000):
+        if setting.transfers.stats().pinned_bytes == POOL_BYTES:
+            break
+        await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that can be staged is."""
+    monkeypatch.setattr(staging, "missing", lambda: None)
+    kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+    monkeypatch.setattr(staging, "_kernel", lambda ordinal, unit: kernel)
+    for module in (plan, relay):
+        prices = plan.COPY_PRICES._replace(stage_from_bytes=2500, stage_rectangles_below=1.0)
+        monkeypatch.setattr(module, "COPY_PRICES", prices)
+    for module in (plan, staging):
+        monkeypatch.setattr(module, "STAGED_PIECE_BYTES", 5000)
+
+
+@pytest.mark.parametrize("name", sorted(kv_layouts.CASES))
+async def test_every_layout_is_copied_once_and_passed_on(setting: Setting, name: str) -> None:
+    workers = await setting.workers(name)
+    await pinned(setting)
+    copied, followers = await setting.load(workers[0], workers[1:])
+    nbytes = LOADED_BLOCKS * workers[0].case.layout.block_bytes
+    assert copied == Copied(nbytes, 3 * nbytes)
+    assert [follower.failure for follower in followers] == [None] * 3
+    assert all(setting.is_filled(worker) for worker in workers)
+    moved = setting.transfers.stats().devices[0].copied_bytes
+    assert moved["load", "RelayedBlocks"] == 3 * nbytes
+
+
+@pytest.mark.usefixtures("staged")
+@pytest.mark.parametrize("name", sorted(kv_layouts.CASES))
+async def test_what_is_staged_is_spread_to_all(setting: Setting, name: str) -> None:
+    workers = await setting.workers(name)
+    copied, _ = await setting.load(workers[0], workers[1:])
+    nbytes = LOADED_BLOCKS * workers[0].case.layout.block_bytes
+    assert copied == Copied(nbytes, 3 * nbytes)
+    assert all(setting.is_filled(worker) for worker in workers)
+    if name == "block first, layers apart":
+        kinds = {kind for _, kind in setting.transfers.stats().devices[0].copied_bytes}
+        assert "ScatteredBlocks" in kinds
+    for worker in workers:
+        await worker.registration.close()
+
+
+async def test_workers_whose_layouts_differ(setting: Setting) -> None:
+    names = ["block-major", "layer-major, one allocation", "block first, layers apart"]
+    workers = [await setting.worker(device, name, 3) for device, name in enumerate(names)]
+    for leader in workers:
+        await setting.load(leader, [worker for worker in workers if worker is not leader])
+        assert all(setting.is_filled(worker) for worker in workers)
+        for array in (array for worker in workers for array in worker.arrays):
+            array[:] = 0xA5
+
+
+async def test_without_a_way_between_the_devices_each_gets_its_own_copy(setting: Setting) -> None:
+    workers = await setting.workers()
+    same_device = await setting.worker(0)
+    setting.driver.peers.discard((0, 1))
+    setting.driver.refused.add((1, list(setting.driver.exported)[2]))  # device 2's, from device 0
+    copied, followers = await setting.load(workers[0], [*workers[1:], same_device])
+    nbytes = LOADED_BLOCKS * workers[0].case.layout.block_bytes
+    assert copied == Copied(4 * nbytes, nbytes)
+    assert [follower.failure for follower in followers] == [None] * 4
+    assert all(setting.is_filled(worker) for worker in (*workers, same_device))
+
+
+async def test_handles_are_opened_once_more_and_closed_with_either_worker(
+    setting: Setting,
+) -> None:
+    leader, gone, stays = (await setting.workers())[:3]
+    for _ in range(2):
+        await setting.load(leader, [gone, stays])
+    opened = lambda: sorted(o.context for o in setting.driver.opened.values())  # noqa: E731
+    assert opened() == [1, 1, 1, 2, 3, 4]
+    await gone.registration.close()
+    assert opened() == [1, 1, 3, 4]
+    await leader.registration.close()
+    assert opened() == [3, 4]
+    assert setting.driver.log.count("open") == 6
+
+
+async def test_two_loads_at_once_share_the_way(setting: Setting) -> None:
+    workers = await setting.workers()
+    await asyncio.gather(*(setting.load(workers[0], workers[1:]) for _ in range(3)))
+    assert all(setting.is_filled(worker) for worker in workers)
+    assert setting.driver.log.count("open") == 7
+
+
+@pytest.mark.parametrize("peers", [True, False])
+async def test_the_leaders_event_holds_everybody_back(setting: Setting, peers: bool) -> None:
+    workers = await setting.workers()
+    if not peers:
+        setting.driver.peers.clear()
+    task = asyncio.create_task(setting.load(workers[0], workers[1:], EVENT))
+    await asyncio.sleep(0.05)
+    assert list(setting.driver.events.values()) == [EVENT]
+    assert not any(setting.is_filled(worker) for worker in workers)
+    setting.driver.ready_events.add(EVENT)
+    await task
+    assert all(setting.is_filled(worker) for worker in workers)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+async def test_nothing_is_copied_after_the_deadline(setting: Setting, peers: bool) -> None:
+    workers = await setting.workers()
+    if not peers:
+        setting.driver.peers.clear()
+    followers = [worker.registration.follower() for worker in workers[1:]]
+    with pytest.raises(TransferFailedError, match="in time"):
+        await setting.load_for(workers[0], followers, EVENT, 0.02)
+    setting.driver.ready_events.add(EVENT)
+    await asyncio.sleep(0.02)
+    assert not any(setting.is_filled(worker) for worker in workers)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+async def test_a_cancelled_load_is_over_for_all(setting: Setting, peers: bool) -> None:
+    workers = await setting.workers()
+    if not peers:
+        setting.driver.peers.clear()
+    task = asyncio.create_task(setting.load(workers[0], workers[1:], EVENT))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    setting.driver.ready_events.add(EVENT)
+    for worker in workers:
+        await worker.registration.close()
+    assert not any(setting.is_filled(worker) for worker in workers)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+async def test_one_who_gives_up_costs_the_others_nothing(setting: Setting, peers: bool) -> None:
+    workers = await setting.workers()
+    if not peers:
+        setting.driver.peers.clear()
+    followers = [worker.registration.follower() for worker in workers[1:]]
+    await followers[0].give_up()
+    task = asyncio.create_task(setting.load_for(workers[0], followers, EVENT))
+    await asyncio.sleep(0.02)
+    await followers[1].give_up()
+    setting.driver.ready_events.add(EVENT)
+    copied = await task
+    nbytes = LOADED_BLOCKS * workers[0].case.layout.block_bytes
+    assert copied == (Copied(nbytes, nbytes) if peers else Copied(2 * nbytes, 0))
+    assert [setting.is_filled(worker) for worker in workers] == [True, False, False, True]
+    assert [follower.failure is None for follower in followers] == [False, False, True]
+    await followers[2].give_up()  # too late to matter
+
+
+class Gate:
+    """Stops the copy that would be the ``number``-th between devices, before it happens."""
+
+    def __init__(self, driver: HostDriver, number: int) -> None:
+        self.reached = threading.Event()
+        self.open = threading.Event()
+        self._left = number
+        self._driver = driver
+        driver.before_copy = self._before
+
+    def _before(self, target: int, source: int, nbytes: int) -> None:
+        if None in (self._driver._device_of(target), self._driver._device_of(source)):
+            return
+        self._left -= 1
+        if self._left == 0:
+            self.reached.set()
+            assert self.open.wait(10)
+
+
+async def reached(gate: Gate) -> None:
+    assert await asyncio.to_thread(gate.reached.wait, 10)
+
+
+async def test_a_worker_that_goes_away_in_the_middle(setting: Setting) -> None:
+    workers = await setting.workers()
+    setting.driver.others_first = False
+    gate = Gate(setting.driver, 5)
+    followers = [worker.registration.follower() for worker in workers[1:]]
+    load = asyncio.create_task(setting.load_for(workers[0], followers))
+    await reached(gate)
+    closing = asyncio.create_task(workers[1].registration.close())
+    await asyncio.sleep(0.02)
+    assert not closing.done()  # a copy into its memory is under way
+    gate.open.set()
+    await closing  # the driver checks that nothing is queued to what is closed
+    await load
+    assert followers[0].failure is not None
+    assert [follower.failure for follower in followers[1:]] == [None, None]
+    for worker in (workers[0], *workers[2:]):
+        assert setting.is_filled(worker)
+    with pytest.raises(DeviceMemoryError):
+        workers[1].registration.follower()
+
+
+async def test_a_leader_that_goes_away_in_the_middle(setting: Setting) -> None:
+    workers = await setting.workers()
+    gate = Gate(setting.driver, 1)
+    load = asyncio.create_task(setting.load(workers[0], workers[1:]))
+    await reached(gate)
+    closing = asyncio.create_task(workers[0].registration.close())
+    await asyncio.sleep(0.02)
+    gate.open.set()
+    await closing
+    with pytest.raises(TransferFailedError, match="cancelled"):
+        await load
+
+
+async def test_a_copy_that_cannot_be_queued_fails_its_own_reader_only(setting: Setting) -> None:
+    workers = await setting.workers()
+    setting.driver.refuse_copies_to.add(list(setting.driver.exported)[1])
+    followers = [worker.registration.follower() for worker in workers[1:]]
+    await setting.load_for(workers[0], followers)
+    assert "a copy to where none can be" in (followers[0].failure or "")
+    assert [follower.failure for follower in followers[1:]] == [None, None]
+    assert setting.is_filled(workers[0])
+    assert setting.is_filled(workers[3])
+
+
+async def test_a_way_that_nobody_waits_for_is_closed_with_its_worker(setting: Setting) -> None:
+    leader, other = (await setting.workers())[:2]
+    for _ in range(20):
+        load = asyncio.create_task(setting.load(leader, [other]))
+        await asyncio.sleep(0)
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+    await other.registration.close()
+    await leader.registration.close()
+    assert sorted(o.context for o in setting.driver.opened.values()) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: kv_layouts.CASES["block-major"](13, BLOCKS // 2, 96, PER_CHUNK, 0), "id 39"),
+        (lambda: kv_layouts.CASES["block-major"](12, BLOCKS, 96, PER_CHUNK, 0), "1152 bytes"),
+    ],
+)
+async def test_a_follower_that_does_not_fit_is_refused(
+    setting: Setting, make: Callable[[], kv_layouts.Case], complaint: str
+) -> None:
+    leader = await setting.worker(0)
+    case = make()
+    handle, _ = setting.driver.export(case.allocation_bytes[0], 1)
+    allocations = [DeviceAllocation(handle, case.allocation_bytes[0], uuid(1))]
+    other = await setting.transfers.register(allocations, {None: case.layout})
+    with pytest.raises(ValueError, match=complaint):
+        await setting.load_for(leader, [other.follower()])
+    assert not setting.is_filled(leader)
+    with pytest.raises(ValueError, match="group None of a follower"):
+        second = await setting.transfers.register(allocations, {7: case.layout})
+        await setting.load_for(leader, [second.follower()])
+
+
+async def test_nothing_to_copy_is_no_error(setting: Setting) -> None:
+    workers = await setting.workers()
+    followers = [worker.registration.follower() for worker in workers[1:]]
+    assert await workers[0].registration.retrieve(None, [], [], followers=followers) == Copied()
+    assert [follower.failure for follower in followers] == [None] * 3
