@@ -234,6 +234,8 @@ def retrieve(
     block_ids: Sequence[int],
     skip_blocks: int,
     ready_event: bytes,
+    also_fill: Sequence[int],
+    filled_by_another: bool,
 ) -> Call[cache_pb2.RetrieveRequest, cache_pb2.RetrieveResponse, list[ChunkResult]]:
     return Call(
         cache_pb2.RetrieveRequest(
@@ -246,6 +248,8 @@ def retrieve(
             block_ids=block_ids,
             skip_blocks=skip_blocks,
             ready_event=ready_event,
+            also_fill=also_fill,
+            filled_by_another=filled_by_another,
         ),
         lambda response: [ChunkResult.from_proto(chunk) for chunk in response.chunks],
     )

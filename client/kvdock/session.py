@@ -267,13 +267,17 @@ class Session:
         block_ids: Sequence[int] = (),
         skip_blocks: int = 0,
         ready_event: bytes = b"",
+        also_fill: Sequence[int] = (),
+        filled_by_another: bool = False,
         timeout: float | None = None,
     ) -> list[ChunkResult]:
         """Delivers the locked chunks [first, end) of the lookup; ``end`` 0 means to the end.
 
         In shared mode it says where they lie: copy, then free the locks, and use the copy only if
         :meth:`free_locks` reports every one as released. In server mode the bytes are in
-        ``block_ids`` when it answers, and the locks are free. Raises UnknownLease, ForeignLease.
+        ``block_ids`` when it answers, and the locks are free; ``also_fill`` names other readers of
+        the same shard that get the same bytes, and each of those asks with ``filled_by_another``
+        what came of it. Raises UnknownLease, ForeignLease, DeviceMemory.
         """
         call = _verbs.retrieve(
             lease,
@@ -285,6 +289,8 @@ class Session:
             block_ids,
             skip_blocks,
             ready_event,
+            also_fill,
+            filled_by_another,
         )
         return self._call(call, timeout)
 

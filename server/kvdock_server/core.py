@@ -62,6 +62,7 @@ class Counters:
     retrieved_bytes: int = 0
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
+    device_to_device_bytes: int = 0
 
 
 class Core:
@@ -266,6 +267,41 @@ class Core:
             else:
                 located.append(None)
         return located
+
+    def holds(
+        self,
+        session: Session | None,
+        lease_id: int,
+        group_idx: int | None,
+        chunks: Sequence[int],
+        reader: int,
+    ) -> bool:
+        """True if a reader has a lock on each of the chunks, all of which the group has locked."""
+        lease = self._lease(session, lease_id)
+        if lease is None or reader >= lease.readers:
+            return False
+        locked = lease.spans[lease.space.namespace.position(group_idx)]
+        return all(locked.held[reader] >> (chunk - locked.span.first) & 1 for chunk in chunks)
+
+    def end_retrieve(
+        self,
+        session: Session | None,
+        lease_id: int,
+        group_idx: int | None,
+        first: int,
+        end: int,
+        readers: Sequence[int],
+    ) -> None:
+        """Free the locks of all readers that a retrieve was for."""
+        lease = self._lease(session, lease_id)
+        if lease is not None:
+            position = lease.space.namespace.position(group_idx)
+            self.leases.release(lease, first, end, readers=readers, position=position)
+
+    def lease_readers(self, session: Session | None, lease_id: int) -> int:
+        """How many readers a lease was given to; 0 if it ended."""
+        lease = self._lease(session, lease_id)
+        return lease.readers if lease else 0
 
     def lease_namespace(self, session: Session | None, lease_id: int) -> str:
         """Name of the namespace that a lease is about; empty if the lease ended."""

@@ -113,9 +113,12 @@ def _server_metrics(core: Core, pool: Pool) -> Iterator[Metric]:
     yield _counter("no_space", "Chunks that found no memory", totals.no_space)
     yield _counter("abandoned_parts", "Parts given up: shards did not come", totals.abandoned_parts)
     copied = CounterMetricFamily(
-        "kvdock_device_copied_bytes", "Copied by the server to and from devices", labels=["to"]
+        "kvdock_device_copied_bytes",
+        "Copied by the server to devices, from them, and between them",
+        labels=["to"],
     )
     copied.add_metric(["device"], counters.host_to_device_bytes)
+    copied.add_metric(["peer"], counters.device_to_device_bytes)
     copied.add_metric(["host"], counters.device_to_host_bytes)
     yield copied
 

@@ -239,6 +239,8 @@ class Session:
         block_ids: Sequence[int] = (),
         skip_blocks: int = 0,
         ready_event: bytes = b"",
+        also_fill: Sequence[int] = (),
+        filled_by_another: bool = False,
         timeout: float | None = None,
     ) -> list[ChunkResult]:
         """As :meth:`kvdock.Session.retrieve`."""
@@ -252,6 +254,8 @@ class Session:
             block_ids,
             skip_blocks,
             ready_event,
+            also_fill,
+            filled_by_another,
         )
         return await self._call(call, timeout)
 

@@ -56,6 +56,7 @@ def status(arguments: argparse.Namespace) -> int:
                 "retrieved",
                 f"{counters.retrieved_shards:,} shards, {output.size(counters.retrieved_bytes)}",
             ),
+            ("copied", _copied(counters)),
             (
                 "lost",
                 f"{counters.evicted_parts:,} parts evicted, {counters.abandoned_parts:,} given up, "
@@ -343,6 +344,14 @@ def _pool(pool: admin_pb2.PoolStatus) -> str:
     if pool.ready_bytes < pool.total_bytes:
         text += f"; {output.size(pool.ready_bytes)} faulted in so far"
     return text
+
+
+def _copied(counters: admin_pb2.Counters) -> str:
+    return (
+        f"by the server {output.size(counters.device_to_host_bytes)} from devices, "
+        f"{output.size(counters.host_to_device_bytes)} to devices, "
+        f"{output.size(counters.device_to_device_bytes)} between devices"
+    )
 
 
 def _lookups(counters: admin_pb2.Counters) -> str:

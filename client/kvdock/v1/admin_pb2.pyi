@@ -257,6 +257,7 @@ class Counters(google.protobuf.message.Message):
     ABANDONED_PARTS_FIELD_NUMBER: builtins.int
     HOST_TO_DEVICE_BYTES_FIELD_NUMBER: builtins.int
     DEVICE_TO_HOST_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_TO_DEVICE_BYTES_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     """Lookups answered."""
     lookup_chunks: builtins.int
@@ -281,6 +282,10 @@ class Counters(google.protobuf.message.Message):
     """Copies between host and device that were made by the server, in bytes."""
     device_to_host_bytes: builtins.int
     """Likewise, from device to host."""
+    device_to_device_bytes: builtins.int
+    """Likewise, from one device to another: what a Retrieve with also_fill has copied from host memory
+    once and passed on. Counted for each reader that it was passed on to.
+    """
     def __init__(
         self,
         *,
@@ -296,8 +301,9 @@ class Counters(google.protobuf.message.Message):
         abandoned_parts: builtins.int = ...,
         host_to_device_bytes: builtins.int = ...,
         device_to_host_bytes: builtins.int = ...,
+        device_to_device_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_parts", b"abandoned_parts", "device_to_host_bytes", b"device_to_host_bytes", "evicted_parts", b"evicted_parts", "hit_chunks", b"hit_chunks", "host_to_device_bytes", b"host_to_device_bytes", "lookup_chunks", b"lookup_chunks", "lookups", b"lookups", "no_space", b"no_space", "retrieved_bytes", b"retrieved_bytes", "retrieved_shards", b"retrieved_shards", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_parts", b"abandoned_parts", "device_to_device_bytes", b"device_to_device_bytes", "device_to_host_bytes", b"device_to_host_bytes", "evicted_parts", b"evicted_parts", "hit_chunks", b"hit_chunks", "host_to_device_bytes", b"host_to_device_bytes", "lookup_chunks", b"lookup_chunks", "lookups", b"lookups", "no_space", b"no_space", "retrieved_bytes", b"retrieved_bytes", "retrieved_shards", b"retrieved_shards", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards"]) -> None: ...
 
 Global___Counters: typing_extensions.TypeAlias = Counters
 

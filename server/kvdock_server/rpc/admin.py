@@ -93,6 +93,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 abandoned_parts=totals.abandoned_parts,
                 host_to_device_bytes=counters.host_to_device_bytes,
                 device_to_host_bytes=counters.device_to_host_bytes,
+                device_to_device_bytes=counters.device_to_device_bytes,
             ),
             chunk_tokens=self._chunk_tokens,
             segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],

@@ -8,23 +8,26 @@ read are pinned besides the caller's locks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
-from kvdock_server.core import Core, check_session
+from kvdock_server.core import MAX_KEYS, MAX_READERS, Core, LocatedShard, check_session
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.index.index import Slot
 from kvdock_server.rpc import verbs
+from kvdock_server.rpc.fills import Fill, FillKey, Fills, Status
 from kvdock_server.sessions import Mode, Role, Session
 from kvdock_server.transfer import (
     BlockRegion,
     DeviceAllocation,
     DeviceMemoryError,
+    Follower,
     GpuTransfers,
     GroupLayout,
     LayoutError,
@@ -34,6 +37,9 @@ from kvdock_server.transfer import (
 from kvdock_server.transfer.plan import I64
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_ASK_MS = 30_000
+EVENT_HANDLE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,13 @@ class WorkerMemory:
     registration: Registration
 
 
+class _Named(NamedTuple):
+    """A reader that another one's Retrieve names."""
+
+    worker: Session
+    fill: Fill
+
+
 class Copies:
     """Copies made by the server, for all sessions."""
 
@@ -52,6 +65,7 @@ class Copies:
         self._core = core
         self._transfers = transfers
         self._memory: dict[Session, WorkerMemory] = {}
+        self._fills = Fills()
 
     async def register_memory(
         self, session: Session | None, request: session_pb2.RegisterMemoryRequest
@@ -91,6 +105,7 @@ class Copies:
         session = check_session(session, Mode.SERVER)
         memory, layout = self._layout(session, request.namespace, verbs.group_idx(request))
         blocks = _block_ids(request.block_ids, layout, len(request.keys), skip_blocks=0)
+        event = _event(request.ready_event)
         outcomes = self._core.reserve(
             session,
             request.namespace,
@@ -113,7 +128,7 @@ class Copies:
                     verbs.group_idx(request),
                     blocks[list(slots)].ravel(),
                     [slot.offset for slot in slots.values()],
-                    request.ready_event,
+                    event,
                     _seconds(request.timeout_ms),
                 )
                 self._core.counters.device_to_host_bytes += len(slots) * layout.chunk_bytes
@@ -132,7 +147,11 @@ class Copies:
     ) -> pb.RetrieveResponse:
         """Deliver locked chunks in the way of the session's mode."""
         if session is None or session.mode is not Mode.SERVER:
+            if request.also_fill or request.filled_by_another:
+                check_session(session, Mode.SERVER)
             return verbs.retrieve_shared(self._core, session, request)
+        if request.filled_by_another:
+            return await self._ask(session, request)
         group_idx = verbs.group_idx(request)
         located = self._core.locate(
             session,
@@ -143,50 +162,186 @@ class Copies:
             shard=request.kv_worker_id,
             reader=request.reader,
         )
-        namespace = self._core.lease_namespace(session, request.lease_id)
-        memory, layout = self._layout(session, namespace, group_idx)
+        end = request.first_chunk + len(located)
+        key = FillKey(request.lease_id, group_idx, request.first_chunk, end)
+        named = self._named(session, request, key)
+        failed = [types.CHUNK_STATUS_FAILED] * len(located)
+        outcomes: dict[int, list[Status]] = {}
+        try:
+            outcomes = await self._load(session, request, key, located, named)
+        finally:
+            for reader, (worker, fill) in named.items():
+                self._fills.settle(worker, key, fill, outcomes.get(reader, failed))
+        return self._retrieved(outcomes[request.reader])
+
+    async def release(self, session: Session) -> None:
+        """End the session's copies and let go of its device memory."""
+        self._fills.end(session)
+        memory = self._memory.pop(session, None)
+        if memory is not None:
+            await memory.registration.close()
+
+    async def _load(
+        self,
+        session: Session,
+        request: pb.RetrieveRequest,
+        key: FillKey,
+        located: Sequence[LocatedShard | None],
+        named: Mapping[int, _Named],
+    ) -> dict[int, list[Status]]:
+        """Copy for the caller and the readers it names; the status of each chunk for each reader.
+
+        Frees the locks of all of them on the range, unless it raises a RequestError.
+        """
+        namespace = self._core.lease_namespace(session, key.lease_id)
+        memory, layout = self._layout(session, namespace, key.group_idx)
         skip = request.skip_blocks
         blocks = _block_ids(request.block_ids, layout, len(located), skip_blocks=skip)
+        event = _event(request.ready_event)
         shards = {i: shard for i, shard in enumerate(located) if shard is not None}
-        statuses = [types.CHUNK_STATUS_NOT_LOCKED] * len(located)
+        self._check_named(session, request, layout, int(blocks.max(initial=0)))
+        readers = [request.reader, *named]
+        outcomes = {reader: [types.CHUNK_STATUS_NOT_LOCKED] * len(located) for reader in readers}
+        locked = [key.first_chunk + index for index in shards]
+        followers: dict[int, Follower] = {}
+        for reader, (worker, fill) in named.items():
+            if self._core.holds(session, key.lease_id, key.group_idx, locked, reader):
+                followers[reader] = fill.follower = self._memory[worker].registration.follower()
         parts = [shard.part for shard in shards.values()]
         self._core.index.pin(parts)
+        statuses = dict.fromkeys([request.reader, *followers], types.CHUNK_STATUS_FAILED)
         try:
             if shards:
                 skipped = skip if 0 in shards else 0
-                await memory.registration.retrieve(
-                    group_idx,
+                copied = await memory.registration.retrieve(
+                    key.group_idx,
                     blocks[list(shards)].ravel()[skipped:],
                     [shard.offset for shard in shards.values()],
                     skipped,
-                    request.ready_event,
+                    event,
                     _seconds(request.timeout_ms),
+                    list(followers.values()),
                 )
-                self._core.counters.host_to_device_bytes += (
-                    len(shards) * layout.chunk_bytes - skipped * layout.block_bytes
-                )
-                self._core.count_retrieved(list(shards.values()))
-            status = types.CHUNK_STATUS_RETRIEVED
+                self._core.counters.host_to_device_bytes += copied.host_to_device
+                self._core.counters.device_to_device_bytes += copied.device_to_device
+            for reader in statuses:
+                if reader == request.reader or followers[reader].failure is None:
+                    statuses[reader] = types.CHUNK_STATUS_RETRIEVED
+                    self._core.count_retrieved(list(shards.values()))
+                else:
+                    logger.warning("reader %d: %s", reader, followers[reader].failure)
         except (TransferFailedError, DeviceMemoryError) as error:
             logger.warning("a load of %d chunks failed: %s", len(shards), error)
-            status = types.CHUNK_STATUS_FAILED
         finally:
             for part in parts:
                 self._core.index.unpin(part)
-            end = request.first_chunk + len(located)
-            lock = (request.lease_id, request.first_chunk, end, request.reader, group_idx)
-            self._core.free_locks(session, [lock])
-        for index in shards:
-            statuses[index] = status
+            self._core.end_retrieve(session, *key, readers)
+        for reader, status in statuses.items():
+            for index in shards:
+                outcomes[reader][index] = status
+        return outcomes
+
+    async def _ask(self, session: Session, request: pb.RetrieveRequest) -> pb.RetrieveResponse:
+        """Wait for what another reader's call does for this one."""
+        key = _asked_for(session, request)
+        seconds = _seconds(request.timeout_ms or DEFAULT_ASK_MS)
+        # FOREIGN_LEASE whatever else; a lease that ended is fine if the other call ended it.
+        known = self._core.lease_readers(session, key.lease_id)
+        if not known and not self._fills.is_led(session, key):
+            raise RequestError(
+                Reason.UNKNOWN_LEASE,
+                f"lease {key.lease_id} ended or is of an earlier epoch: look up again",
+            )
+        if known:
+            namespace = self._core.lease_namespace(session, key.lease_id)
+            self._layout(session, namespace, key.group_idx)
+        fill = self._fills.ask(session, key)
+        try:
+            statuses = await fill.ask(seconds)
+        finally:
+            self._fills.forget(session, key, fill)
+            self._core.end_retrieve(session, *key, [request.reader])
+        if statuses is None:
+            logger.warning(
+                "reader %d of %s gave up: it was not filled within %g s",
+                request.reader, session.engine_id, seconds,
+            )  # fmt: skip
+            statuses = [types.CHUNK_STATUS_FAILED] * (key.end_chunk - key.first_chunk)
+        return self._retrieved(statuses)
+
+    def _retrieved(self, statuses: Sequence[Status]) -> pb.RetrieveResponse:
         return pb.RetrieveResponse(
             epoch=self._core.epoch, chunks=[pb.ChunkResult(status=status) for status in statuses]
         )
 
-    async def release(self, session: Session) -> None:
-        """End the session's copies and let go of its device memory."""
-        memory = self._memory.pop(session, None)
-        if memory is not None:
-            await memory.registration.close()
+    def _named(
+        self, session: Session, request: pb.RetrieveRequest, key: FillKey
+    ) -> dict[int, _Named]:
+        """The readers in also_fill that have memory to fill; RequestError if the list is wrong."""
+        readers = request.also_fill
+        if len(readers) >= MAX_READERS:
+            raise invalid(f"{len(readers)} readers in also_fill: at most {MAX_READERS - 1}")
+        if request.reader in readers or len(set(readers)) != len(readers):
+            raise invalid(
+                f"also_fill {list(readers)} of reader {request.reader}: each other reader once"
+            )
+        return {
+            reader: _Named(worker, self._fills.lead(worker, key))
+            for reader in readers
+            if (worker := self._registered(session, reader)) is not None
+        }
+
+    def _check_named(
+        self, session: Session, request: pb.RetrieveRequest, layout: GroupLayout, last_block: int
+    ) -> None:
+        """RequestError unless all readers in also_fill can get the caller's blocks."""
+        readers = self._core.lease_readers(session, request.lease_id)
+        namespace = self._core.lease_namespace(session, request.lease_id)
+        for reader in request.also_fill:
+            if reader >= readers:
+                raise invalid(
+                    f"reader {reader} in also_fill: the lease was given to {readers} readers"
+                )
+            worker = self._registered(session, reader)
+            if worker is None:
+                raise RequestError(
+                    Reason.DEVICE_MEMORY,
+                    f"reader {reader} in also_fill: no worker {reader} of this engine has "
+                    "registered device memory: its session must send register_memory first",
+                )
+            if worker.kv_worker_id != session.kv_worker_id:
+                raise invalid(
+                    f"reader {reader} in also_fill reads shard {worker.kv_worker_id}, and the "
+                    f"caller {session.kv_worker_id}: they must be the same"
+                )
+            theirs = self._group(worker, namespace, verbs.group_idx(request))
+            if theirs is None:
+                raise RequestError(
+                    Reason.DEVICE_MEMORY,
+                    f"reader {reader} in also_fill has registered no memory for group "
+                    f"{verbs.group_idx(request)} of namespace {namespace!r}",
+                )
+            if theirs.blocks_per_chunk != layout.blocks_per_chunk:
+                raise invalid(
+                    f"reader {reader} in also_fill has {theirs.blocks_per_chunk} blocks a chunk, "
+                    f"and the caller {layout.blocks_per_chunk}: block ids must mean the same"
+                )
+            if last_block >= theirs.num_blocks:
+                raise invalid(
+                    f"block id {last_block}: reader {reader} in also_fill has registered "
+                    f"{theirs.num_blocks} blocks"
+                )
+
+    def _registered(self, session: Session, reader: int) -> Session | None:
+        """The session of a worker of the same engine that has registered memory."""
+        return next(
+            (
+                worker
+                for worker in reversed(self._memory)  # the latest first
+                if (worker.engine_id, worker.worker_id) == (session.engine_id, reader)
+            ),
+            None,
+        )
 
     async def _open(
         self, session: Session, request: session_pb2.RegisterMemoryRequest
@@ -223,14 +378,48 @@ class Copies:
     def _layout(
         self, session: Session, namespace: str, group_idx: int | None
     ) -> tuple[WorkerMemory, GroupLayout]:
-        memory = self._memory.get(session)
-        if memory is None or memory.namespace != namespace or group_idx not in memory.groups:
+        layout = self._group(session, namespace, group_idx)
+        if layout is None:
             raise RequestError(
                 Reason.DEVICE_MEMORY,
                 f"this session registered no memory for group {group_idx} of namespace "
                 f"{namespace!r}: send register_memory first",
             )
-        return memory, memory.groups[group_idx]
+        return self._memory[session], layout
+
+    def _group(self, session: Session, namespace: str, group_idx: int | None) -> GroupLayout | None:
+        """How a session's memory for a group lies, None if it registered none."""
+        memory = self._memory.get(session)
+        if memory is None or memory.namespace != namespace:
+            return None
+        return memory.groups.get(group_idx)
+
+
+def _asked_for(session: Session, request: pb.RetrieveRequest) -> FillKey:
+    """What a Retrieve with filled_by_another asks for; RequestError if a field is wrong."""
+    if (request.kv_worker_id, request.reader) != (session.kv_worker_id, session.worker_id):
+        raise invalid(
+            f"shard {request.kv_worker_id} and reader {request.reader}: this session may ask for "
+            f"shard {session.kv_worker_id} as reader {session.worker_id} only"
+        )
+    if request.block_ids or request.skip_blocks or request.ready_event or request.also_fill:
+        raise invalid(
+            "filled_by_another with block_ids, skip_blocks, ready_event or also_fill: those are "
+            "for the reader that fills this one"
+        )
+    first, end = request.first_chunk, request.end_chunk
+    if not 1 <= end - first <= MAX_KEYS:
+        raise invalid(
+            f"chunks [{first}, {end}): from 1 to {MAX_KEYS}; filled_by_another needs an end_chunk"
+        )
+    return FillKey(request.lease_id, verbs.group_idx(request), first, end)
+
+
+def _event(ipc_handle: bytes) -> bytes:
+    """The handle of an event, or none; RequestError if it is no handle."""
+    if len(ipc_handle) not in (0, EVENT_HANDLE_BYTES):
+        raise invalid(f"ready_event of {len(ipc_handle)} bytes: {EVENT_HANDLE_BYTES}, or none")
+    return ipc_handle
 
 
 def _seconds(timeout_ms: int) -> float:

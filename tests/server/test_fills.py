@@ -1,0 +1,419 @@
+"""Retrieve for several readers: locks, order, refusals and ends, with devices of host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdock.v1 import cache_pb2 as pb
+from kvdock.v1 import session_pb2
+from kvdock.v1 import types_pb2 as types
+from kvdock_server.core import Core
+from kvdock_server.errors import Reason, RequestError
+from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.pool.pool import Pool
+from kvdock_server.rpc import fills
+from kvdock_server.rpc.copies import Copies
+from kvdock_server.sessions import Role, Session
+from kvdock_server.transfer import GpuTransfers, gpu
+
+sys.path.insert(0, str(Path(__file__).parent / "transfer"))
+from host_driver import Bytes, HostDriver, uuid
+
+PAGE, BLOCKS, PER_CHUNK = 64, 32, 2
+CHUNK = PAGE * PER_CHUNK
+READERS = 3
+KEYS = [bytes([n]) * 32 for n in range(4)]
+EVENT = b"e" * 64
+RETRIEVED, FAILED, NOT_LOCKED = (
+    types.CHUNK_STATUS_RETRIEVED,
+    types.CHUNK_STATUS_FAILED,
+    types.CHUNK_STATUS_NOT_LOCKED,
+)
+TARGET = [9, 30, 4, 5, 20, 21, 11, 12]
+
+
+@dataclass
+class Worker:
+    session: Session
+    cache: Bytes
+
+
+class Engine:
+    """A server without its gRPC, and one engine's scheduler and workers, each on its own device."""
+
+    def __init__(self, readers: int = READERS) -> None:
+        self.driver = HostDriver(devices=readers)
+        self.pool = Pool(4 << 20)
+        segment = self.pool.segment
+        self.transfers = GpuTransfers(segment.address, segment.nbytes)
+        self.core = Core(self.pool.slots)
+        self.copies = Copies(self.core, self.transfers)
+        group = Group(None, GroupKind.FULL_ATTENTION, 0, (CHUNK,))
+        self.core.index.register(Namespace("model", 16, 1, (group,), {}))
+        self.scheduler = self.core.open_session(engine_id="one", role=Role.SCHEDULER)
+        self.workers: list[Worker] = []
+
+    async def start(self) -> None:
+        self.pool.start(asyncio.get_running_loop(), self.transfers.faulted)
+        for _ in range(1000):
+            if self.pool.slots.ready_bytes == self.pool.slots.limit_bytes:
+                break
+            await asyncio.sleep(0.001)
+        for reader in range(self.driver.devices):
+            self.workers.append(await self.worker(reader, reader))
+        cache = self.workers[0].cache
+        cache[: len(KEYS) * CHUNK] = np.random.default_rng(1).integers(0, 256, len(KEYS) * CHUNK)
+        stored = await self.copies.store(
+            self.workers[0].session,
+            pb.StoreRequest(namespace="model", keys=KEYS, block_ids=range(len(KEYS) * PER_CHUNK)),
+        )
+        assert set(stored.statuses) == {types.CHUNK_STATUS_STORED}
+        self.bytes = cache[: len(KEYS) * CHUNK].copy()
+        cache[:] = 0
+
+    async def worker(
+        self,
+        reader: int,
+        device: int,
+        engine: str = "one",
+        per_chunk: int = PER_CHUNK,
+        blocks: int = BLOCKS,
+        shard: int = 0,
+    ) -> Worker:
+        session = self.core.open_session(
+            engine_id=engine, role=Role.WORKER, worker_id=reader, kv_worker_id=shard
+        )
+        page = CHUNK // per_chunk
+        handle, cache = self.driver.export(blocks * page, device)
+        request = session_pb2.RegisterMemoryRequest(namespace="model")
+        request.allocations.add(ipc_handle=handle, bytes=blocks * page, device_uuid=uuid(device))
+        group = request.groups.add(num_blocks=blocks, blocks_per_chunk=per_chunk)
+        group.regions.add(allocation=0, offset=0, block_stride=page, page_bytes=page)
+        response = await self.copies.register_memory(session, request)
+        assert response.mode == types.TRANSFER_MODE_SERVER
+        return Worker(session, cache)
+
+    def lookup(self, readers: int = READERS) -> int:
+        hit = self.core.lookup(self.scheduler, "model", KEYS, readers=readers)
+        assert hit.lease is not None
+        return hit.lease.lease_id
+
+    async def lead(self, lease: int, **fields: Any) -> list[types.ChunkStatus.ValueType]:
+        request = {"also_fill": [1, 2], "block_ids": TARGET, "timeout_ms": 5000} | fields
+        return await self.send(0, pb.RetrieveRequest(lease_id=lease, **request))
+
+    async def ask(self, asker: int, lease: int, **fields: Any) -> list[types.ChunkStatus.ValueType]:
+        request = {"filled_by_another": True, "end_chunk": 4, "timeout_ms": 5000} | fields
+        return await self.send(asker, pb.RetrieveRequest(lease_id=lease, **request))
+
+    async def send(
+        self, reader: int, request: pb.RetrieveRequest
+    ) -> list[types.ChunkStatus.ValueType]:
+        if not request.reader:
+            request.reader = reader
+        response = await self.copies.retrieve(self.workers[reader].session, request)
+        return [chunk.status for chunk in response.chunks]
+
+    async def leave(self, reader: int) -> None:
+        """As when a session's stream ends."""
+        await self.copies.release(self.workers[reader].session)
+        self.core.close_session(self.workers[reader].session)
+
+    def is_filled(self, reader: int) -> bool:
+        """All of it, or nothing."""
+        blocks = self.workers[reader].cache.reshape(BLOCKS, PAGE)
+        filled = [
+            bool((blocks[block] == row).all())
+            for block, row in zip(TARGET, self.bytes.reshape(-1, PAGE), strict=True)
+        ]
+        assert all(filled) or not blocks.any()
+        return all(filled)
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            await self.copies.release(worker.session)
+        await self.transfers.close()
+        self.pool.stop()
+        assert self.driver.opened == {}
+
+
+@pytest.fixture
+async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+    engine = Engine()
+    monkeypatch.setattr(gpu, "load_driver", lambda: engine.driver)
+    await engine.start()
+    yield engine
+    assert len(engine.core.leases) == 0
+    assert engine.core.index.pinned_parts == 0
+    await engine.close()
+
+
+async def test_one_call_serves_all_readers_in_any_order(engine: Engine) -> None:
+    lease = engine.lookup()
+    early = asyncio.create_task(engine.ask(1, lease))
+    await asyncio.sleep(0.01)
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+    assert await early == [RETRIEVED] * 4
+    assert len(engine.core.leases) == 0  # everybody's locks ended with the leader's call
+    assert await engine.ask(2, lease) == [RETRIEVED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True] * 3
+    counters = engine.core.counters
+    nbytes = len(KEYS) * CHUNK
+    assert (counters.host_to_device_bytes, counters.device_to_device_bytes) == (nbytes, 2 * nbytes)
+    assert (counters.retrieved_shards, counters.retrieved_bytes) == (12, 3 * nbytes)
+
+
+async def test_an_outcome_is_told_once_and_kept_for_a_while(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fills, "KEPT_SECONDS", 0.02)
+    lease = engine.lookup()
+    await engine.lead(lease)
+    assert await engine.ask(1, lease) == [RETRIEVED] * 4
+    await asyncio.sleep(0.05)
+    for reader in (1, 2):
+        with pytest.raises(RequestError) as caught:
+            await engine.ask(reader, lease)
+        assert caught.value.reason is Reason.UNKNOWN_LEASE
+
+
+async def test_only_so_many_outcomes_are_kept(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fills, "MOST_KEPT", 3)
+    leases = [engine.lookup() for _ in range(5)]
+    for lease in leases:
+        await engine.lead(lease)
+    for lease in leases[:2]:
+        with pytest.raises(RequestError):
+            await engine.ask(1, lease)
+    for lease in leases[2:]:
+        assert await engine.ask(1, lease) == [RETRIEVED] * 4
+
+
+async def test_a_leader_that_never_comes(engine: Engine) -> None:
+    lease = engine.lookup()
+    assert await engine.ask(1, lease, timeout_ms=20) == [FAILED] * 4
+    # Now it comes after all: the blocks may belong to others, and are not touched.
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True, False, True]
+    assert await engine.ask(1, lease) == [NOT_LOCKED] * 4
+    assert await engine.ask(2, lease) == [RETRIEVED] * 4
+
+
+async def test_a_leader_that_takes_too_long(engine: Engine) -> None:
+    lease = engine.lookup()
+    leading = asyncio.create_task(engine.lead(lease, ready_event=EVENT))
+    assert await engine.ask(1, lease, timeout_ms=50) == [FAILED] * 4
+    engine.driver.ready_events.add(EVENT)
+    assert await leading == [RETRIEVED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True, False, True]
+
+
+async def test_a_reader_whose_call_is_cancelled_gives_up(engine: Engine) -> None:
+    lease = engine.lookup()
+    leading = asyncio.create_task(engine.lead(lease, ready_event=EVENT))
+    asking = asyncio.create_task(engine.ask(2, lease))
+    await asyncio.sleep(0.02)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    engine.driver.ready_events.add(EVENT)
+    assert await leading == [RETRIEVED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True, True, False]
+
+
+async def test_the_leaders_time_is_up(engine: Engine) -> None:
+    lease = engine.lookup()
+    asking = asyncio.create_task(engine.ask(1, lease))
+    assert await engine.lead(lease, ready_event=EVENT, timeout_ms=30) == [FAILED] * 4
+    assert await asking == [FAILED] * 4
+    assert await engine.ask(2, lease) == [FAILED] * 4
+    assert not any(engine.is_filled(reader) for reader in range(3))
+
+
+async def test_a_leader_that_goes_away(engine: Engine) -> None:
+    lease = engine.lookup()
+    asking = asyncio.create_task(engine.ask(1, lease))
+    leading = asyncio.create_task(engine.lead(lease, ready_event=EVENT))
+    await asyncio.sleep(0.02)
+    leading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leading
+    await engine.leave(0)
+    assert await asking == [FAILED] * 4
+    assert not any(engine.is_filled(reader) for reader in range(3))
+
+
+async def test_a_reader_that_goes_away(engine: Engine) -> None:
+    lease = engine.lookup()
+    leading = asyncio.create_task(engine.lead(lease, ready_event=EVENT))
+    await asyncio.sleep(0.02)
+    await engine.leave(1)
+    engine.driver.ready_events.add(EVENT)
+    assert await leading == [RETRIEVED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True, False, True]
+
+
+async def test_a_reader_that_is_back_is_another(engine: Engine) -> None:
+    lease = engine.lookup()
+    engine.workers.append(engine.workers[1])
+    engine.workers[1] = await engine.worker(1, 1)
+    await engine.leave(3)
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+    assert await engine.ask(1, lease) == [RETRIEVED] * 4
+    assert engine.is_filled(1)
+
+
+async def test_a_reader_without_all_locks_is_not_filled(engine: Engine) -> None:
+    lease = engine.lookup()
+    engine.core.free_locks(engine.scheduler, [(lease, 1, 2, 2, None)])
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+    assert await engine.ask(2, lease) == [NOT_LOCKED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True, True, False]
+
+
+async def test_the_callers_chunks_decide(engine: Engine) -> None:
+    lease = engine.lookup()
+    engine.core.free_locks(engine.scheduler, [(lease, 2, 3, 0, None)])
+    statuses = [RETRIEVED, RETRIEVED, NOT_LOCKED, RETRIEVED]
+    assert await engine.lead(lease) == statuses
+    assert await engine.ask(1, lease) == statuses
+    third = engine.workers[1].cache.reshape(BLOCKS, PAGE)[TARGET[4:6]]
+    assert not third.any()
+    await engine.ask(2, lease)
+
+
+async def test_part_of_a_lease_at_a_time(engine: Engine) -> None:
+    lease = engine.lookup()
+    asking = [asyncio.create_task(engine.ask(1, lease, first_chunk=n, end_chunk=n + 2))
+              for n in (0, 2)]  # fmt: skip
+    await engine.lead(lease, first_chunk=2, block_ids=TARGET[4:])
+    assert await asking[1] == [RETRIEVED] * 2
+    assert not asking[0].done()
+    await engine.lead(lease, end_chunk=2, block_ids=TARGET[1:4], skip_blocks=1)
+    assert await asking[0] == [RETRIEVED] * 2
+    for reader in range(3):
+        blocks = engine.workers[reader].cache.reshape(BLOCKS, PAGE)[TARGET[1:]]
+        np.testing.assert_array_equal(blocks.ravel(), engine.bytes[PAGE:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"also_fill": [1, 1]}, "each other reader once"),
+        ({"also_fill": [0, 1]}, "each other reader once"),
+        ({"also_fill": range(1, 257)}, "256 readers in also_fill: at most 255"),
+        ({"also_fill": [1, 7]}, "the lease was given to 3 readers"),
+        ({"block_ids": [*TARGET[:-1], 32]}, "32 blocks are registered"),
+        ({"ready_event": b"x"}, "ready_event of 1 bytes: 64, or none"),
+    ],
+)
+async def test_a_wrong_call_changes_nothing(
+    engine: Engine, fields: dict[str, Any], complaint: str
+) -> None:
+    lease = engine.lookup()
+    with pytest.raises(RequestError, match=complaint) as caught:
+        await engine.lead(lease, **fields)
+    assert caught.value.reason is Reason.INVALID_ARGUMENT_VALUE
+    assert not any(engine.is_filled(reader) for reader in range(3))
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+    assert await engine.ask(2, lease) == [RETRIEVED] * 4
+
+
+@pytest.mark.parametrize(
+    ("worker", "complaint"),
+    [
+        ({"engine": "another"}, "no worker 2 of this engine has registered"),
+        ({"per_chunk": 1}, "1 blocks a chunk, and the caller 2"),
+        ({"blocks": 30}, "block id 30: reader 2 in also_fill has registered 30 blocks"),
+    ],
+)
+async def test_a_reader_that_does_not_fit_is_refused_and_hears_of_it(
+    engine: Engine, worker: dict[str, Any], complaint: str
+) -> None:
+    await engine.leave(2)
+    other = await engine.worker(2, 2, **worker)
+    lease = engine.lookup()
+    asking = asyncio.create_task(engine.ask(1, lease))
+    await asyncio.sleep(0.01)
+    with pytest.raises(RequestError, match=complaint):
+        await engine.lead(lease)
+    assert await asking == [FAILED] * 4
+    assert not other.cache.any()
+    await engine.copies.release(other.session)
+    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+
+
+async def test_readers_of_another_shard_or_group_are_refused(engine: Engine) -> None:
+    shards = Group(None, GroupKind.FULL_ATTENTION, 0, (CHUNK, CHUNK))
+    engine.core.index.register(Namespace("sharded", 16, 2, (shards,), {}))
+    lease = engine.lookup()
+    engine.workers[2].session.kv_worker_id = 1
+    with pytest.raises(RequestError, match="reads shard 1, and the caller 0"):
+        await engine.lead(lease)
+    engine.workers[2].session.kv_worker_id = 0
+    request = session_pb2.RegisterMemoryRequest(namespace="sharded")
+    handle, _ = engine.driver.export(CHUNK, 2)
+    request.allocations.add(ipc_handle=handle, bytes=CHUNK, device_uuid=uuid(2))
+    group = request.groups.add(num_blocks=1, blocks_per_chunk=1)
+    group.regions.add(allocation=0, offset=0, block_stride=CHUNK, page_bytes=CHUNK)
+    await engine.copies.register_memory(engine.workers[2].session, request)
+    with pytest.raises(RequestError, match="no memory for group None of namespace 'model'"):
+        await engine.lead(lease)
+    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"block_ids": [1]}, "filled_by_another with block_ids"),
+        ({"ready_event": EVENT}, "filled_by_another with block_ids"),
+        ({"also_fill": [2]}, "filled_by_another with block_ids"),
+        ({"end_chunk": 0}, "filled_by_another needs an end_chunk"),
+        ({"reader": 2}, "may ask for shard 0 as reader 1 only"),
+        ({"kv_worker_id": 1}, "may ask for shard 0 as reader 1 only"),
+        ({"group_idx": 0}, "registered no memory for group 0"),
+        ({"lease_id": 5}, "lease 5 ended"),
+    ],
+)
+async def test_a_wrong_question_is_refused(
+    engine: Engine, fields: dict[str, Any], complaint: str
+) -> None:
+    lease = engine.lookup()
+    with pytest.raises(RequestError, match=complaint):
+        await engine.ask(1, fields.pop("lease_id", lease), **fields)
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+    assert engine.is_filled(1)
+
+
+async def test_another_engines_lease_is_no_ones_to_ask_for(engine: Engine) -> None:
+    stranger = await engine.worker(1, 1, engine="another")
+    lease = engine.lookup()
+    request = pb.RetrieveRequest(
+        lease_id=lease, reader=1, end_chunk=4, filled_by_another=True, timeout_ms=100
+    )
+    with pytest.raises(RequestError) as caught:
+        await engine.copies.retrieve(stranger.session, request)
+    assert caught.value.reason is Reason.FOREIGN_LEASE
+    await engine.copies.release(stranger.session)
+    await engine.lead(lease)
+
+
+async def test_other_modes_have_no_followers(engine: Engine) -> None:
+    session = engine.core.open_session(engine_id="one", role=Role.WORKER, worker_id=1)
+    lease = engine.lookup()
+    for fields in ({"also_fill": [2]}, {"filled_by_another": True, "end_chunk": 4}):
+        request = pb.RetrieveRequest(lease_id=lease, reader=1, **fields)  # type: ignore[arg-type]
+        with pytest.raises(RequestError) as caught:
+            await engine.copies.retrieve(session, request)
+        assert caught.value.reason is Reason.WRONG_MODE
+    await engine.lead(lease)
