@@ -1,0 +1,131 @@
+"""Registers the mapped pool with CUDA behind the running engine, as the server faults it in.
+
+Pinned memory is copied at the speed of the link, other memory through the driver's own buffers at a
+fraction of it. One call for all of it would take 0.054 s a GiB, for which others of the engine's
+into the driver may have to wait. But no copy may cross the border between two pieces, and each more
+of them makes the driver slower at finding an address; so there are few. All of them lie between
+multiples of one length, so that :func:`cut` need not know any.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvdock_vllm import affinity
+from kvdock_vllm.cuda import CudaError, Driver
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
+
+_log = logging.getLogger(__name__)
+
+PIECE_BYTES = 2 << 30
+_POLL_SECONDS = 0.2
+
+
+def cut(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Parts of a range that each lie in one piece: begin and end, counted from ``address``."""
+    begin = 0
+    while begin < nbytes:
+        end = min(begin + PIECE_BYTES - (address + begin) % PIECE_BYTES, nbytes)
+        yield begin, end
+        begin = end
+
+
+class PinnedMemory:
+    """Pins memory until it is closed, on a thread of its own. Keeps the memory alive so long."""
+
+    def __init__(self, memory: Sequence[Bytes], device_ordinal: int) -> None:
+        """``memory`` is mapped in whole pages. ``device_ordinal`` says whose context to use."""
+        self._memory = list(memory)
+        self._device_ordinal = device_ordinal
+        self._registered: list[tuple[int, int]] = []
+        self.refused: str | None = None
+        """Why not all of the memory can be pinned."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvdock-pin", daemon=True)
+        self._thread.start()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._registered)
+
+    def close(self) -> None:
+        """Unregisters everything, in the background. No copy may be under way, or begin later."""
+        self._closed.set()
+
+    def join(self, seconds: float) -> bool:
+        """Waits until everything is unregistered after :meth:`close`; false if it takes longer."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        affinity.restore()
+        try:
+            driver = Driver()
+            with driver.context_of(self._device_ordinal):
+                self._register(driver)
+                self._closed.wait()
+                self._unregister(driver)
+        except CudaError as error:
+            self._refuse(error)
+        except Exception:
+            _log.exception("pinning the pool failed")
+        self._memory.clear()
+
+    def _register(self, driver: Driver) -> None:
+        began = time.monotonic()
+        for memory in self._memory:
+            address = memory.ctypes.data
+            for begin, end in cut(address, len(memory)):
+                if not self._wait_until_backed(address + begin, end - begin):
+                    return
+                try:
+                    driver.register_host(address + begin, end - begin)
+                except CudaError as error:
+                    self._refuse(error)
+                    return
+                self._registered.append((address + begin, end - begin))
+        seconds = time.monotonic() - began
+        _log.info("pinned the pool's %.1f GiB in %.1f s", self.pinned_bytes / 2**30, seconds)
+
+    def _unregister(self, driver: Driver) -> None:
+        while self._registered:
+            address, _ = self._registered.pop()
+            try:
+                driver.unregister_host(address)
+            except CudaError as error:
+                _log.error("a piece of the pool could not be unpinned: %s", error)
+
+    def _refuse(self, error: CudaError) -> None:
+        nbytes = sum(len(memory) for memory in self._memory)
+        self.refused = (
+            f"CUDA pins no more than {self.pinned_bytes:,} of the pool's {nbytes:,} bytes in this "
+            f"process ({error}). If that is a limit, raise it (ulimit -l; for containers --ulimit "
+            f"memlock=-1)"
+        )
+        _log.warning("%s; the rest is copied unpinned, several times slower", self.refused)
+
+    def _wait_until_backed(self, address: int, nbytes: int) -> bool:
+        """Leaves it to the server to fault its memory in; false if closed meanwhile.
+
+        Pages that are first touched from here would be charged to this process's container.
+        """
+        mincore = ctypes.CDLL(None).mincore
+        mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        resident = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+        while not self._closed.is_set():
+            failed = mincore(address, nbytes, resident) != 0
+            if failed or b"\0" not in resident.raw:
+                return True
+            self._closed.wait(_POLL_SECONDS)
+        return False
