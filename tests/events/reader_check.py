@@ -146,7 +146,7 @@ def next_of(stream: Any, seen: Seen) -> pb.StreamKVEventsResponse | None:
 
 
 class Reader:
-    """A reader in a process of its own; it reads when the constructor returns."""
+    """A reader in a process of its own."""
 
     def __init__(self, address: str, where: set[int], pause: float = 0.0) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
@@ -154,6 +154,9 @@ class Reader:
             target=read, args=(address, where, pause, theirs), daemon=True
         )
         self.process.start()
+
+    def ready(self) -> None:
+        """Return when it reads."""
         if not self.pipe.poll(READY_SECONDS):
             raise AssertionError("a reader did not start")
         self.pipe.recv()
@@ -278,6 +281,8 @@ def check(events: int, rounds: int = ROUNDS) -> Result:
         slow = Reader(address, where.readers, SLOW_SECONDS)
         stopped = Reader(address, where.readers)
         try:
+            for reader in (*others, *readers, slow, stopped):
+                reader.ready()
             return measure(stores, readers, slow, stopped, events, rounds)
         finally:
             for reader in (*others, *readers, slow, stopped):
