@@ -171,6 +171,15 @@ async def test_one_call_serves_all_readers_in_any_order(engine: Engine) -> None:
     assert (counters.retrieved_shards, counters.retrieved_bytes) == (12, 3 * nbytes)
 
 
+async def test_ways_are_open_before_the_first_load(engine: Engine) -> None:
+    for _ in range(1000):
+        if len(engine.driver.opened) == 5:
+            break
+        await asyncio.sleep(0.001)
+    # Of each reader's memory in its device's context, and of the others' in the first one's.
+    assert sorted(opened.context for opened in engine.driver.opened.values()) == [1, 1, 1, 2, 3]
+
+
 async def test_an_outcome_is_told_once_and_kept_for_a_while(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ class Copies:
         await self.release(session)
         if memory is not None:
             self._memory[session] = memory
+            self._expect_followers(session)
         session.mode, session.mode_reason = mode, reason
         logger.info("worker %d of %s: %s mode: %s", session.worker_id, session.engine_id,
                     mode.name.lower(), reason)  # fmt: skip
@@ -331,6 +332,18 @@ class Copies:
                     f"block id {last_block}: reader {reader} in also_fill has registered "
                     f"{theirs.num_blocks} blocks"
                 )
+
+    def _expect_followers(self, session: Session) -> None:
+        """Of the readers of one shard the first is likely to lead."""
+        registered = {
+            worker.worker_id: memory.registration
+            for worker, memory in self._memory.items()
+            if (worker.engine_id, worker.kv_worker_id, memory.namespace)
+            == (session.engine_id, session.kv_worker_id, self._memory[session].namespace)
+        }
+        leader = registered.pop(min(registered))
+        for follower in registered.values():
+            leader.expect_follower(follower)
 
     def _registered(self, session: Session, reader: int) -> Session | None:
         """The session of a worker of the same engine that has registered memory."""

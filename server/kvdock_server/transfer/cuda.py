@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 
 import numpy as np
@@ -31,10 +31,6 @@ _POLL_SECONDS = 100e-6
 _BATCH_SEGMENTS = 512
 """Segments in one call of the driver. Of 64 KiB each, calls of 512 run at 52.8 / 52.1 GB/s, of
 2,048 at 51.9 / 49.8, and one call of 16,384 at 36.2 / 33.9."""
-
-
-Spread = Callable[[StagingBuffers, ScatteredBlocks, int], None]
-"""Queues more kernels on a stream that take blocks out of the staging buffer acquired last."""
 
 
 class Direction(enum.Enum):
@@ -66,18 +62,13 @@ class DeviceMover:
 
     def open(self) -> None:
         self._driver.set_current(self._context)
-        self._streams = [self._driver.create_stream() for _ in range(2)]
+        self._streams = [self._driver.create_stream() for _ in range(3)]
         self._events = [self._driver.create_event() for _ in range(_EVENTS)]
         self._next_event = cycle(self._events)
 
-    def start(
-        self, piece: CopyPiece, table: RegionTable | None, spread: Spread | None = None
-    ) -> int:
-        """Queue a piece. ``table`` is the group's, if its planner may stage.
-
-        With ``spread`` a load's staged blocks go to more than the group's own memory.
-        """
-        copies, kernels = self._streams
+    def start(self, piece: CopyPiece, table: RegionTable | None) -> int:
+        """Queue a piece. ``table`` is the group's, if its planner may stage."""
+        copies, kernels, _ = self._streams
         last = copies
         if isinstance(piece, Segments):
             self._copy_segments(piece, copies)
@@ -85,23 +76,24 @@ class DeviceMover:
             self._copy_rectangles(piece, copies)
         else:
             assert table is not None
-            last = self._copy_staged(piece, table, copies, kernels, spread)
+            last = self._copy_staged(piece, table, copies, kernels)
         event = next(self._next_event)
         self._driver.record_event(event, last)
         return event
 
-    def mark(self, event: int) -> None:
-        """Record an event after all copies started so far."""
-        copies, _ = self._streams
-        self._driver.record_event(event, copies)
+    def mark(self, copied: int, spread: int) -> None:
+        """Record two events that together stand for all pieces started so far."""
+        copies, kernels, _ = self._streams
+        self._driver.record_event(copied, copies)
+        self._driver.record_event(spread, kernels)
 
     def join(self, events: Sequence[int]) -> int:
         """A ticket for work on other streams of the device: all that ``events`` stand for."""
-        _, kernels = self._streams
+        *_, ends = self._streams
         for event in events:
-            self._driver.wait_event(kernels, event)
+            self._driver.wait_event(ends, event)
         ticket = next(self._next_event)
-        self._driver.record_event(ticket, kernels)
+        self._driver.record_event(ticket, ends)
         return ticket
 
     def wait(self, ticket: int, *, more_under_way: bool) -> None:
@@ -202,12 +194,7 @@ class DeviceMover:
             self._driver.copy_2d(copy, stream)
 
     def _copy_staged(
-        self,
-        piece: ScatteredBlocks,
-        table: RegionTable,
-        copies: int,
-        kernels: int,
-        spread: Spread | None,
+        self, piece: ScatteredBlocks, table: RegionTable, copies: int, kernels: int
     ) -> int:
         """Kernel and copy on a stream each, so that neighbouring pieces overlap."""
         assert self._staging is not None
@@ -225,8 +212,6 @@ class DeviceMover:
             self._driver.record_event(event, copies)
             self._driver.wait_event(kernels, event)
             self._staging.launch(table, piece, kernels, gather=False)
-            if spread is not None:
-                spread(self._staging, piece, kernels)
             last = kernels
         self._staging.release(last)
         return last

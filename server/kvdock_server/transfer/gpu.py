@@ -260,6 +260,11 @@ class Registration:
         self._followers.add(follower)
         return follower
 
+    def expect_follower(self, other: Registration) -> None:
+        """Open the way to another worker's memory behind what goes on; loads find it open then."""
+        if self._closing is None and other._closing is None:
+            self._relays.between(self._worker, other._worker)
+
     async def close(self) -> None:
         """Cancel transfers and unmap the memory. Returns when the driver has let go of it.
 

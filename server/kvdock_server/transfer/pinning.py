@@ -34,7 +34,7 @@ class PinnedPool:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._starts = [*range(0, nbytes, PIECE_BYTES), nbytes]
+        self._starts: list[int] = [*range(0, nbytes, PIECE_BYTES), nbytes]
         self._addresses: U64 = np.array(self._starts, dtype=np.uint64) + np.uint64(address)
         self.borders: U64 = self._addresses[1:-1]
         """Addresses that no copy may cross."""

@@ -180,13 +180,13 @@ class ScatteredBlocks:
 class RelayedBlocks:
     """Blocks that a load has brought to its device, to go on to ``receivers`` other devices.
 
-    They are there when ``after`` is done, an event.
+    They are there when ``after`` is done, two events.
     """
 
     ids: I64
     block_bytes: int
     receivers: int
-    after: int
+    after: tuple[int, int]
 
     @property
     def total_bytes(self) -> int:

@@ -8,9 +8,7 @@ on its own device, memory is copied to from others at a tenth of the speed, and 
 the receiver's memory is opened a second time here, with the sender's device current, beside the
 mapping that copies between it and the host use. Kernels of the sender's device may write there.
 
-Copy engines pass on what came as segments or rectangles. What comes staged for a kernel to spread
-is spread to the receivers by the same kernel from the same buffer: segments so short cost the
-thread that feeds the link more time than they would take on it.
+Copy engines pass on what is few copies, a kernel the rest (relay_kernel.py).
 """
 
 from __future__ import annotations
@@ -23,10 +21,12 @@ from itertools import cycle
 
 import numpy as np
 
+from kvdock_server.transfer import staging
 from kvdock_server.transfer.block_transfer import BlockTransfer, Start
 from kvdock_server.transfer.cuda import Direction
 from kvdock_server.transfer.device import Device, MappedGroup, WorkerMemory
 from kvdock_server.transfer.driver import CUDA_ERROR_INVALID_VALUE, CudaError, Driver, Side
+from kvdock_server.transfer.layout import LayoutError
 from kvdock_server.transfer.plan import (
     COPY_PRICES,
     I64,
@@ -35,11 +35,10 @@ from kvdock_server.transfer.plan import (
     Planner,
     Rectangles,
     RelayedBlocks,
-    ScatteredBlocks,
     Segments,
 )
+from kvdock_server.transfer.relay_kernel import RelayKernel
 from kvdock_server.transfer.relay_plan import RelayPlanner
-from kvdock_server.transfer.staging import RegionTable, StagingBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +49,12 @@ WINDOW_BYTES = 32 << 20
 _BATCH_SEGMENTS = 512
 
 
+_COPY_US = 1.0
+"""What queueing a copy takes of the thread."""
+_MOST_QUEUEING = 0.3
+"""Share of a window's time on the link that queueing its way on may take, over all receivers."""
+
+
 class NoRelayError(Exception):
     """There is no way from device to device. The message says why."""
 
@@ -57,8 +62,8 @@ class NoRelayError(Exception):
 @dataclass(frozen=True, slots=True)
 class _Group:
     planner: RelayPlanner
-    table: RegionTable | None
-    """The receiver's regions as the sender's device addresses them, where blocks may be staged."""
+    kernel: RelayKernel | None
+    """None where none is needed, or can be made."""
 
 
 class Relay:
@@ -77,15 +82,12 @@ class Relay:
         self._handles: list[bytes] = []
         self._groups: dict[int | None, _Group] = {}
         self.stream = 0
-        self.copied = 0
-        """Event: all copies on ``stream`` so far are done."""
-        self.spread = 0
-        """Event: all kernels for the receiver so far are done."""
+        self.passed = 0
+        """Event: all that was queued on ``stream`` so far is done."""
         self.driver.set_current(device.context)
         try:
             self.stream = self.driver.create_stream()
-            self.copied = self.driver.create_event()
-            self.spread = self.driver.create_event()
+            self.passed = self.driver.create_event()
             bases = []
             for allocation in receiver.allocations:
                 bases.append(device.peer_mappings.open(allocation))
@@ -94,7 +96,7 @@ class Relay:
                 own = sender.groups.get(group_idx)
                 if own is not None and own.planner.block_bytes == group.planner.block_bytes:
                     self._groups[group_idx] = self._group(own, Planner(group.planner.layout, bases))
-        except Exception as error:  # of the driver's, or whatever CuPy raises
+        except (CudaError, LayoutError) as error:
             self.close()
             raise NoRelayError(
                 f"memory on {receiver.device.uuid} cannot be opened for {device.uuid}: {error}"
@@ -107,8 +109,7 @@ class Relay:
     def wait(self) -> None:
         """Return when nothing that was queued so far touches the receiver's memory any more."""
         self.driver.set_current(self._device.context)
-        self.driver.synchronize_event(self.copied)
-        self.driver.synchronize_event(self.spread)
+        self.driver.synchronize_event(self.passed)
 
     def close(self) -> None:
         """Unmap the receiver's memory. Nothing may be under way. Idempotent."""
@@ -118,21 +119,28 @@ class Relay:
             self._closed = True
         self.driver.set_current(self._device.context)
         for group in self._groups.values():
-            if group.table is not None:
-                group.table.close()
+            if group.kernel is not None:
+                group.kernel.close()
         for handle in self._handles:
             self._device.peer_mappings.close(handle)
-        for event in (self.copied, self.spread):
-            if event:
-                self.driver.destroy_event(event)
+        if self.passed:
+            self.driver.destroy_event(self.passed)
         if self.stream:
             self.driver.destroy_stream(self.stream)
 
     def _group(self, own: MappedGroup, receiver: Planner) -> _Group:
-        table = None
-        if own.table is not None:
-            table = RegionTable(self.driver, self._device.ordinal, receiver)
-        return _Group(RelayPlanner(own.planner.regions, receiver.regions), table)
+        planner = RelayPlanner(own.planner.regions, receiver.regions)
+        if len(planner.pairs.nbytes) == 1:
+            return _Group(planner, None)  # a block is one copy
+        reason = staging.missing()
+        if reason is None:
+            try:
+                kernel = RelayKernel(self.driver, self._device.ordinal, planner.pairs)
+                return _Group(planner, kernel)
+            except Exception as error:  # CuPy raises what its compiler and loader raise
+                reason = f"the kernel cannot be made: {error}"
+        logger.warning("scattered blocks go on from %s by copies: %s", self._device.name, reason)
+        return _Group(planner, None)
 
 
 class Branch:
@@ -152,37 +160,31 @@ class Branch:
             self.failure = self.failure or "the receiver gave up"
         self._relay.wait()
 
-    def pass_on(self, ids: I64, after: int) -> int | None:
-        """Queue copies of blocks that are there after that event; the event that ends them."""
+    def pass_on(self, blocks: RelayedBlocks) -> int | None:
+        """Queue it; the event that ends it, None if there is nothing to do."""
         with self._lock:
             if self.failure is not None:
                 return None
             stream = self._relay.stream
             try:
-                segments, rectangles = self._group.planner.plan(ids)
-                self._driver.wait_event(stream, after)
-                _copy_rectangles(self._driver, rectangles, stream)
-                _copy_segments(self._driver, segments, stream)
+                for event in blocks.after:
+                    self._driver.wait_event(stream, event)
+                self._queue(blocks, stream)
             except CudaError as error:
-                self._fail(error)
-            self._driver.record_event(self._relay.copied, stream)
-            return self._relay.copied
+                self.failure = str(error)
+                logger.warning("a reader is not filled from another device: %s", error)
+            self._driver.record_event(self._relay.passed, stream)
+            return self._relay.passed
 
-    def spread(self, staging: StagingBuffers, piece: ScatteredBlocks, stream: int) -> None:
-        """Queue the kernel that takes staged blocks to the receiver."""
-        with self._lock:
-            if self.failure is not None:
-                return
-            assert self._group.table is not None
-            try:
-                staging.launch(self._group.table, piece, stream, gather=False)
-            except CudaError as error:
-                self._fail(error)
-            self._driver.record_event(self._relay.spread, stream)
-
-    def _fail(self, error: CudaError) -> None:
-        self.failure = str(error)
-        logger.warning("a reader is not filled from another device: %s", error)
+    def _queue(self, blocks: RelayedBlocks, stream: int) -> None:
+        segments, rectangles = self._group.planner.plan(blocks.ids)
+        link_us = len(blocks.ids) * blocks.block_bytes / COPY_PRICES.link_bytes_per_us
+        queueing_us = (len(segments) + len(rectangles)) * blocks.receivers * _COPY_US
+        if self._group.kernel is not None and queueing_us > link_us * _MOST_QUEUEING:
+            self._group.kernel.launch(blocks.ids, stream)
+        else:
+            _copy_rectangles(self._driver, rectangles, stream)
+            _copy_segments(self._driver, segments, stream)
 
 
 class FanOut(BlockTransfer):
@@ -201,49 +203,39 @@ class FanOut(BlockTransfer):
         self._driver = device.driver
         self._branches = branches
         self._block_bytes = group.planner.block_bytes
-        self._windows_copied: list[int] = []
+        self._events: list[int] = []
 
     def pieces(self) -> Iterator[Piece]:
         stage = self._may_stage()
         # A smaller window would not be staged at all.
         window_bytes = COPY_PRICES.stage_from_bytes if stage else WINDOW_BYTES
         # Not the mover's own, which come round again with other transfers' pieces.
-        self._windows_copied = [self._driver.create_event() for _ in range(2)]
-        events = cycle(self._windows_copied)
+        self._events = [self._driver.create_event() for _ in range(4)]
+        events = cycle([self._events[:2], self._events[2:]])
         waiting: RelayedBlocks | None = None
         for window in _windows(len(self._ids), self._block_bytes, window_bytes):
             ids = self._ids[window]
-            copied = np.full(len(ids), True)
-            for piece in self._copies(ids, self._hosts[window], stage=stage):
-                yield piece
-                if isinstance(piece, ScatteredBlocks):
-                    copied &= ~np.isin(ids, piece.ids)
-            event = next(events)
-            self._mover.mark(event)
+            yield from self._copies(ids, self._hosts[window], stage=stage)
+            copied, spread = next(events)
+            self._mover.mark(copied, spread)
             # Only now, so that the link always has the next window's copies to go on with.
             if waiting is not None:
                 yield waiting
-            waiting = None
-            if copied.any():
-                receivers = len(self._branches)
-                waiting = RelayedBlocks(ids[copied], self._block_bytes, receivers, after=event)
-        if waiting is not None:
-            yield waiting
+            receivers = len(self._branches)
+            waiting = RelayedBlocks(ids, self._block_bytes, receivers, (copied, spread))
+        assert waiting is not None
+        yield waiting
 
     def start(self, piece: Piece) -> int:
         if isinstance(piece, RelayedBlocks):
-            ends = [branch.pass_on(piece.ids, piece.after) for branch in self._branches]
+            ends = [branch.pass_on(piece) for branch in self._branches]
             return self._mover.join([end for end in ends if end is not None])
-        return self._mover.start(piece, self._group.table, self._spread)
+        return super().start(piece)
 
     def finish(self) -> None:
-        for event in self._windows_copied:
+        for event in self._events:
             self._driver.destroy_event(event)
         super().finish()
-
-    def _spread(self, staging: StagingBuffers, piece: ScatteredBlocks, stream: int) -> None:
-        for branch in self._branches:
-            branch.spread(staging, piece, stream)
 
 
 def _windows(count: int, block_bytes: int, window_bytes: int) -> Iterator[slice]:

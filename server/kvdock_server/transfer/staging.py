@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,16 +22,16 @@ from kvdock_server.transfer.driver import Driver
 from kvdock_server.transfer.plan import (
     MAX_STAGED_BLOCKS,
     STAGED_PIECE_BYTES,
-    MergedRegions,
+    U64,
     Planner,
     ScatteredBlocks,
 )
 
 _BUFFERS = 2
-_THREADS = 512
-_THREAD_BLOCKS = 528  # four for each of the 132 multiprocessors of an H100
+THREADS = 512
+THREAD_BLOCKS = 528  # four for each of the 132 multiprocessors of an H100
 
-_FEW_IDS = 960
+FEW_IDS = 960
 """As many block ids as fit into a kernel's parameters."""
 
 _SOURCE = r"""
@@ -81,17 +83,12 @@ class RegionTable:
         self._driver = driver
         regions = planner.regions
         self.count = len(regions.device)
-        self.unit = _alignment(regions, planner.block_bytes)
-        self.threads_per_segment = _threads_per_segment(regions, self.unit)
-        self.function: int = _kernel(ordinal, self.unit).kernel.ptr
         columns = np.stack([regions.device, regions.stride, regions.nbytes, regions.host_offset])
-        self._address = driver.allocate(columns.nbytes)
-        stream = driver.create_stream()
-        try:
-            driver.copy_to_device(self._address, columns.ctypes.data, columns.nbytes, stream)
-            driver.synchronize_stream(stream)
-        finally:
-            driver.destroy_stream(stream)
+        # The widest access that every page allows, here and in the buffer.
+        self.unit = alignment([*columns.ravel().tolist(), planner.block_bytes])
+        self.threads_per_segment = threads_per_segment(regions.nbytes, self.unit)
+        self.function = compiled(_SOURCE, "move_blocks", ordinal, self.unit)
+        self._address = upload(driver, columns)
 
     @property
     def columns(self) -> list[int]:
@@ -138,17 +135,17 @@ class StagingBuffers:
         """Queue the kernel between the blocks and the buffer acquired last."""
         # Ids go as parameters. Too many for that are read where they are, over the link, which is
         # slow while it carries loads; but then blocks are small, and so is the rate.
-        few, many = (ctypes.c_uint32 * _FEW_IDS)(), 0
+        few, many = (ctypes.c_uint32 * FEW_IDS)(), 0
         ids = piece.ids.astype(np.uint32)
-        if len(ids) <= _FEW_IDS:
+        if len(ids) <= FEW_IDS:
             ctypes.memmove(few, ids.ctypes.data, ids.nbytes)
         else:
             many = self._ids + self._turn * MAX_STAGED_BLOCKS * 4
             ctypes.memmove(many, ids.ctypes.data, ids.nbytes)
         self._driver.launch(
             table.function,
-            _THREAD_BLOCKS,
-            _THREADS,
+            THREAD_BLOCKS,
+            THREADS,
             stream,
             [
                 *(ctypes.c_uint64(column) for column in table.columns),
@@ -171,33 +168,42 @@ class StagingBuffers:
 
 
 @functools.cache
-def _kernel(ordinal: int, unit: int) -> Any:
+def compiled(source: str, name: str, ordinal: int, unit: int) -> int:
+    """A kernel of this process for a device, its accesses ``unit`` bytes wide."""
     import cupy
 
     with cupy.cuda.Device(ordinal):
         kernel = cupy.RawKernel(
-            _SOURCE, "move_blocks", options=(f"-DUNIT={_UNITS[unit]}", f"-DFEW_IDS={_FEW_IDS}")
+            source, name, options=(f"-DUNIT={_UNITS[unit]}", f"-DFEW_IDS={FEW_IDS}")
         )
         kernel.compile()
-    return kernel
+        _kernels.append(kernel)
+        return int(kernel.kernel.ptr)
 
 
-def _alignment(regions: MergedRegions, block_bytes: int) -> int:
-    """The widest access that every page allows, here and in the buffer."""
-    everything = np.concatenate(
-        [
-            regions.device,
-            regions.stride,
-            regions.nbytes,
-            regions.host_offset,
-            np.array([block_bytes], dtype=np.uint64),
-        ]
-    )
-    bits = int(np.bitwise_or.reduce(everything))
+_kernels: list[Any] = []
+"""A function lives as long as what CuPy made of it."""
+
+
+def upload(driver: Driver, columns: U64) -> int:
+    """A table in memory of the current device, for kernels."""
+    address = driver.allocate(columns.nbytes)
+    stream = driver.create_stream()
+    try:
+        driver.copy_to_device(address, columns.ctypes.data, columns.nbytes, stream)
+        driver.synchronize_stream(stream)
+    finally:
+        driver.destroy_stream(stream)
+    return address
+
+
+def alignment(numbers: Sequence[int]) -> int:
+    """The widest access that addresses, strides and sizes all allow."""
+    bits = functools.reduce(operator.or_, numbers)
     return max(unit for unit in _UNITS if bits % unit == 0)
 
 
-def _threads_per_segment(regions: MergedRegions, unit: int) -> int:
+def threads_per_segment(nbytes: U64, unit: int) -> int:
     """A power of two that gives each thread about four accesses of a mean page."""
-    accesses = int(regions.nbytes.mean()) // (unit * 4)
-    return min(_THREADS, max(1, 1 << max(0, accesses.bit_length() - 1)))
+    accesses = int(nbytes.mean()) // (unit * 4)
+    return min(THREADS, max(1, 1 << max(0, accesses.bit_length() - 1)))

@@ -29,6 +29,9 @@ from kvdock_server.transfer.driver import CudaError, Memcpy2D, Side
 from kvdock_server.transfer.plan import U64
 
 UUID = bytes(range(16))
+MOVE_BLOCKS, RELAY_BLOCKS = 1, 2
+KERNELS = {"move_blocks": MOVE_BLOCKS, "relay_blocks": RELAY_BLOCKS}
+"""What stands for the functions that CuPy would make."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -87,6 +90,7 @@ class HostDriver:
         self.ready_events: set[bytes] = set()
         self.events: dict[int, bytes] = {}
         self.log: list[str] = []
+        self.launched: set[int] = set()
         self.before_copy: Callable[[int, int, int], None] = lambda target, source, nbytes: None
         """Called with the addresses of both sides before each copy happens."""
         self.others_first = True
@@ -276,20 +280,35 @@ class HostDriver:
     def launch(
         self, function: int, blocks: int, threads: int, stream: int, arguments: Sequence[Any]
     ) -> None:
-        """The one kernel there is: move_blocks of staging.py."""
+        """One of the kernels of the server, which are known by their number."""
+        self.launched.add(function)
+        if function == MOVE_BLOCKS:
+            self._move_blocks(stream, arguments)
+        else:
+            assert function == RELAY_BLOCKS
+            self._relay_blocks(stream, arguments)
+
+    def _move_blocks(self, stream: int, arguments: Sequence[Any]) -> None:
         *columns, many, buffer, block_bytes, segments, regions, _, gather = (
             argument.value for argument in arguments[:-1]
         )
         count = segments // regions
         table = [_read(column, ctypes.c_uint64, regions) for column in columns]
-        ids = (
-            _read(many, ctypes.c_uint32, count) if many else [int(i) for i in arguments[-1][:count]]
-        )
+        ids = _read(many, ctypes.c_uint32, count) if many else list(arguments[-1])[:count]
         for index, block in enumerate(ids):
             for device, stride, nbytes, offset in zip(*table, strict=True):
                 page, staged = device + block * stride, buffer + index * block_bytes + offset
                 target, source = (staged, page) if gather else (page, staged)
                 self._copy(target, source, nbytes, stream)
+
+    def _relay_blocks(self, stream: int, arguments: Sequence[Any]) -> None:
+        *columns, segments, pairs, _ = (argument.value for argument in arguments[:-1])
+        table = [_read(column, ctypes.c_uint64, pairs) for column in columns]
+        for block in list(arguments[-1])[: segments // pairs]:
+            for source, source_stride, target, target_stride, nbytes in zip(*table, strict=True):
+                self._copy(
+                    target + block * target_stride, source + block * source_stride, nbytes, stream
+                )
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         with self._lock:
