@@ -175,7 +175,7 @@ async def test_ways_are_open_before_the_first_load(engine: Engine) -> None:
     for _ in range(1000):
         if len(engine.driver.opened) == 5:
             break
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.005)
     # Of each reader's memory in its device's context, and of the others' in the first one's.
     assert sorted(opened.context for opened in engine.driver.opened.values()) == [1, 1, 1, 2, 3]
 

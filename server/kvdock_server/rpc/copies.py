@@ -7,6 +7,7 @@ read are pinned besides the caller's locks.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from kvdock_server.transfer.plan import I64
 logger = logging.getLogger(__name__)
 
 DEFAULT_ASK_MS = 30_000
+# By then the other workers of an engine have mostly registered, too.
+SETTLED_SECONDS = 1.0
 EVENT_HANDLE_BYTES = 64
 
 
@@ -93,7 +96,8 @@ class Copies:
         await self.release(session)
         if memory is not None:
             self._memory[session] = memory
-            self._expect_followers(session)
+            loop = asyncio.get_running_loop()
+            loop.call_later(SETTLED_SECONDS, self._expect_followers, session)
         session.mode, session.mode_reason = mode, reason
         logger.info("worker %d of %s: %s mode: %s", session.worker_id, session.engine_id,
                     mode.name.lower(), reason)  # fmt: skip
@@ -334,7 +338,9 @@ class Copies:
                 )
 
     def _expect_followers(self, session: Session) -> None:
-        """Of the readers of one shard the first is likely to lead."""
+        """Open the ways from the reader that is likely to lead the others of its shard, the first."""
+        if session not in self._memory:
+            return
         registered = {
             worker.worker_id: memory.registration
             for worker, memory in self._memory.items()

@@ -139,9 +139,8 @@ class HostDriver:
         context = self.current
         if handle not in self.exported or (context, handle) in self.refused:
             raise _error("cuIpcOpenMemHandle_v2")
-        assert not any(
-            (context, handle) == (opened.context, opened.handle) for opened in self.opened.values()
-        ), "opened twice"
+        opened_before = [(opened.context, opened.handle) for opened in list(self.opened.values())]
+        assert (context, handle) not in opened_before, "opened twice"
         self.log.append("open")
         memory = self.exported[handle]
         seen = memory.bytes if memory.ordinal == context - 1 else memory.again()
@@ -355,10 +354,11 @@ class HostDriver:
 
     def _mapping(self, address: int) -> int | None:
         """Where the device memory begins in which the address lies."""
-        for base, opened in self.opened.items():
+        # Copies of the dictionaries: other threads open and allocate.
+        for base, opened in list(self.opened.items()):
             if base <= address < base + len(opened.bytes):
                 return base
-        for base, memory in self.allocated.items():
+        for base, memory in list(self.allocated.items()):
             if base <= address < base + len(memory):
                 return base
         return None
