@@ -198,6 +198,22 @@ async def test_a_store_waits_for_the_kernel_that_writes(
     await registration.close()
 
 
+async def test_an_event_that_is_used_again_stands_for_what_was_recorded_last(
+    pool: Any, transfers: GpuTransfers, start_worker: Any, as_server_types: AsServerTypes
+) -> None:
+    worker = start_worker()
+    worker.make("block_first", "bf16", 4, 16, 4096)
+    worker.use_one_event()
+    registration, layout = await register(transfers, worker, as_server_types)
+    slots = [i * layout.chunk_bytes for i in range(4)]
+    for seed in range(4):
+        event = worker.write_late(150, seed)
+        await registration.store(None, range(16), slots, event)
+        written = block_rows(pool, layout, slots)
+        np.testing.assert_array_equal(written, worker.blocks(list(range(16))))
+    await registration.close()
+
+
 async def test_a_retrieve_does_not_overtake_the_kernel_that_reads(
     pool: Any, transfers: GpuTransfers, shared_worker: Any, as_server_types: AsServerTypes
 ) -> None:

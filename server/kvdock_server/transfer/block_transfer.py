@@ -7,8 +7,8 @@ from typing import Protocol
 
 from kvdock_server.transfer.cuda import DeviceMover, Direction
 from kvdock_server.transfer.device import Device, MappedGroup
-from kvdock_server.transfer.driver import Driver
 from kvdock_server.transfer.plan import I64, U64, CopyPiece, Piece, RelayedBlocks
+from kvdock_server.transfer.ready_events import ReadyEvents
 
 
 class Start(Protocol):
@@ -26,8 +26,8 @@ class Start(Protocol):
 class ReadyEvent:
     """The start of a transfer when an event of the engine's is done; at once if there is none."""
 
-    def __init__(self, driver: Driver, ipc_handle: bytes) -> None:
-        self._driver = driver
+    def __init__(self, events: ReadyEvents, ipc_handle: bytes) -> None:
+        self._events = events
         self._handle = ipc_handle
         self._event = 0
         self.was_done = not ipc_handle
@@ -36,13 +36,13 @@ class ReadyEvent:
     def has_come(self) -> bool:
         if not self.was_done:
             if not self._event:
-                self._event = self._driver.ipc_open_event(self._handle)
-            self.was_done = self._driver.query_event(self._event)
+                self._event = self._events.open(self._handle)
+            self.was_done = self._events.is_done(self._event)
         return self.was_done
 
     def close(self) -> None:
         if self._event:
-            self._driver.destroy_event(self._event)
+            self._events.close(self._handle, self._event)
 
 
 class StartOfAnother:

@@ -15,6 +15,7 @@ from kvdock_server.transfer.lane import Job, Lane, Transfer
 from kvdock_server.transfer.layout import DeviceAllocation, GroupLayout, LayoutError
 from kvdock_server.transfer.pinning import PinnedPool
 from kvdock_server.transfer.plan import Piece, Planner
+from kvdock_server.transfer.ready_events import ReadyEvents
 from kvdock_server.transfer.staging import RegionTable
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Device:
         self.mappings = Mappings(driver)
         self.peer_mappings = Mappings(driver, sizes_are_known=True)
         """Memory of other devices, opened for copies from this one."""
-        self._workers = 0
+        self._workers: set[WorkerMemory] = set()
         self._lock = threading.Lock()
         self._copied: Counter[tuple[str, str]] = Counter()
         self._movers: dict[Direction, DeviceMover] = {}
@@ -87,14 +88,14 @@ class Device:
         )
         return None
 
-    def worker_came(self) -> None:
+    def worker_came(self, worker: WorkerMemory) -> None:
         with self._lock:
-            self._workers += 1
+            self._workers.add(worker)
 
-    def worker_left(self) -> None:
+    def worker_left(self, worker: WorkerMemory) -> None:
         """Gives back the staging buffers with the last worker."""
         with self._lock:
-            self._workers -= 1
+            self._workers.discard(worker)
             idle = not self._workers
         if idle:
             for direction, lane in self._lanes.items():
@@ -102,14 +103,14 @@ class Device:
 
     @property
     def has_workers(self) -> bool:
-        return self._workers > 0
+        return bool(self._workers)
 
     def stats(self) -> DeviceStats:
         """A snapshot. Any thread."""
         return DeviceStats(
             self.uuid,
             self.name,
-            self._workers,
+            len(self._workers),
             self.mappings.mapped_bytes,
             sum(mover.staging_bytes for mover in self._movers.values()),
             dict(self._copied),
@@ -120,6 +121,8 @@ class Device:
         for lane in self._lanes.values():
             lane.close()
         self.driver.set_current(self.context)
+        for worker in list(self._workers):
+            worker.ready_events.close_all()
         self.peer_mappings.close_all()
         self.mappings.close_all()
 
@@ -223,10 +226,11 @@ class WorkerMemory:
         self.device = device
         self.allocations = tuple(allocations)
         self.groups: dict[int | None, MappedGroup] = {}
+        self.ready_events = ReadyEvents(device.driver)
         self._handles: list[bytes] = []
         self._lock = threading.Lock()
         device.driver.set_current(device.context)
-        device.worker_came()
+        device.worker_came(self)
         try:
             bases = []
             for allocation in allocations:
@@ -256,12 +260,13 @@ class WorkerMemory:
                 return
             handles, self._handles = self._handles, _CLOSED
         self.device.driver.set_current(self.device.context)
+        self.ready_events.close_all()
         for group in self.groups.values():
             if group.table is not None:
                 group.table.close()
         for handle in handles:
             self.device.mappings.close(handle)
-        self.device.worker_left()
+        self.device.worker_left(self)
 
 
 _CLOSED: list[bytes] = []

@@ -161,7 +161,7 @@ class Load:
         self._group_idx = group_idx
         self._ids = ids
         self._hosts = hosts
-        self._event = ReadyEvent(leader.device.driver, ready_event)
+        self._event = ReadyEvent(leader.ready_events, ready_event)
         self._deadline = deadline
         self._followers: list[Follower] = []
 

@@ -209,7 +209,7 @@ class Registration:
         if not len(ids):
             return
         device = self._worker.device
-        start = ReadyEvent(device.driver, ready_event)
+        start = ReadyEvent(self._worker.ready_events, ready_event)
         transfer = BlockTransfer(device, Direction.STORE, group, ids, hosts, start)
         with self._under_way(device.submit(Direction.STORE, transfer, deadline)) as job:
             await until_settled(job)

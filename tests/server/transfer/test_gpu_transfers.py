@@ -21,6 +21,7 @@ from kvdock_server.transfer import (
     TransferFailedError,
     gpu,
     pinning,
+    ready_events,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -135,7 +136,7 @@ async def test_a_registration_that_fails_leaves_nothing_open(setting: Setting) -
     assert setting.transfers.stats().devices[0].workers == 0
 
 
-async def test_copies_wait_for_their_event_and_give_it_back(setting: Setting) -> None:
+async def test_copies_wait_for_their_event(setting: Setting) -> None:
     registration, case, arrays = await setting.worker()
     task = asyncio.create_task(registration.store(None, range(4), [0], EVENT))
     await asyncio.sleep(0.02)
@@ -143,9 +144,35 @@ async def test_copies_wait_for_their_event_and_give_it_back(setting: Setting) ->
     assert list(setting.driver.events.values()) == [EVENT]
     setting.driver.ready_events.add(EVENT)
     await task
-    assert setting.driver.events == {}
     expected = np.concatenate(case.pages(arrays, 0))
     np.testing.assert_array_equal(setting.pool[: case.layout.block_bytes], expected)
+    await registration.close()
+    assert setting.driver.events == {}
+
+
+async def test_an_event_is_opened_once_and_asked_anew_each_time(setting: Setting) -> None:
+    registration, _, _ = await setting.worker()
+    for _ in range(3):
+        setting.driver.ready_events.discard(EVENT)
+        task = asyncio.create_task(registration.store(None, range(4), [0], EVENT))
+        await asyncio.sleep(0.02)
+        assert not task.done()
+        setting.driver.ready_events.add(EVENT)
+        await task
+        assert list(setting.driver.events.values()) == [EVENT]
+    await registration.close()
+
+
+async def test_more_events_than_an_engine_has_are_given_back_at_once(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready_events, "_MOST_KEPT", 2)
+    registration, _, _ = await setting.worker()
+    for number in range(5):
+        event = bytes([number]) * 64
+        setting.driver.ready_events.add(event)
+        await registration.store(None, range(4), [0], event)
+    assert len(setting.driver.events) == 2
     await registration.close()
 
 
@@ -156,7 +183,6 @@ async def test_a_cancelled_transfer_is_over_when_it_says_so(setting: Setting) ->
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert setting.driver.events == {}
     setting.driver.ready_events.add(EVENT)
     await asyncio.sleep(0.01)
     assert not setting.pool.any()
