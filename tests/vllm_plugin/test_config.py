@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvdock.types import TransferMode
 from kvdock_vllm.config import Config
 
 
@@ -17,6 +18,7 @@ def test_nothing_need_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not config.autostart
     assert config.chunk_tokens is None
     assert config.lookup_timeout == 0.1
+    assert config.transfer_mode is TransferMode.UNSPECIFIED
 
 
 def test_the_environment_says_where_and_the_setting_says_it_louder(
@@ -36,6 +38,7 @@ def test_all_settings() -> None:
             "kvdock.autostart": "true",
             "kvdock.chunk_tokens": 512,
             "kvdock.lookup_timeout_ms": "250",
+            "kvdock.transfer_mode": "shared",
             "lmcache.mp.host": "is not ours",
             "connectors": [],
         }
@@ -44,6 +47,7 @@ def test_all_settings() -> None:
     assert config.autostart
     assert config.chunk_tokens == 512
     assert config.lookup_timeout == 0.25
+    assert config.transfer_mode is TransferMode.SHARED
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,7 @@ def test_all_settings() -> None:
         ({"kvdock.chunk_tokens": True}, "kvdock.chunk_tokens is True"),
         ({"kvdock.chunk_tokens": "inf"}, "kvdock.chunk_tokens is 'inf'"),
         ({"kvdock.lookup_timeout_ms": -1}, "kvdock.lookup_timeout_ms is -1"),
+        ({"kvdock.transfer_mode": "inline"}, "'inline': it must be one of auto, server, shared"),
         ({"kvdock.lookup_timeout_ms": None}, "kvdock.lookup_timeout_ms is None"),
     ],
 )

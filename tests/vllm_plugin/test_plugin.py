@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvdock_vllm import offloading_alias, plugin
 from kvdock_vllm.connector import KVDockConnector
-from kvdock_vllm.metrics import COUNTERS, PromMetrics, Stats
+from kvdock_vllm.metrics import COUNTERS, PromMetrics, Stats, workers_gauge
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def test_counters_add_up_and_can_be_shown() -> None:
     assert total.reduce() == {"stored_chunks": 3, "store_GB_per_s": 2.0}
 
 
-def test_prometheus_gets_each_counter() -> None:
+def test_prometheus_gets_each_counter_and_how_many_workers_are_in_which_mode() -> None:
     counted: dict[str, float] = {}
 
     class Counter:
@@ -144,12 +144,30 @@ def test_prometheus_gets_each_counter() -> None:
         def inc(self, amount: float) -> None:
             counted[self.name] = counted.get(self.name, 0) + amount
 
+    class Gauge:
+        def __init__(self, name: str, labelnames: list[str], **_: str) -> None:
+            assert (name, labelnames[-1]) == ("vllm:kvdock_workers", "mode")
+
+        def labels(self, *labels: object) -> Gauge:
+            self.mode = labels[-1]
+            return self
+
+        def set(self, amount: float) -> None:
+            counted[f"workers/{self.mode}"] = amount
+
     import prometheus_client
 
-    kinds: Any = dict.fromkeys(
-        (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram), Counter
-    )
+    kinds: Any = {
+        prometheus_client.Counter: Counter,
+        prometheus_client.Gauge: Gauge,
+        prometheus_client.Histogram: None,
+    }
     config: Any = SimpleNamespace(kv_transfer_config=None)
     metrics = PromMetrics(config, kinds, ["model_name", "engine"], {0: ["model", 0]})
-    metrics.observe(dict.fromkeys(COUNTERS, 2))
-    assert counted == {f"vllm:kvdock_{name}": 2 for name in COUNTERS}
+    metrics.observe({**dict.fromkeys(COUNTERS, 2), workers_gauge("shared"): 3})
+    metrics.observe({workers_gauge("server"): 1, workers_gauge("shared"): -1})
+    assert counted == {
+        **{f"vllm:kvdock_{name}": 2 for name in COUNTERS},
+        "workers/shared": 2,
+        "workers/server": 1,
+    }

@@ -784,6 +784,7 @@ def test_vllm_is_told_what_was_counted(engine: SimulatedEngine) -> None:
         "loaded_bytes": 3 * chunk_bytes,
         "stored_chunks": 4,
         "stored_bytes": 4 * chunk_bytes,
+        "shared_mode_workers": 1,
     }
 
 

@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock import address as addresses
 from kvdock.address import Address
+from kvdock.types import TransferMode
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX = "kvdock."
+
+_TRANSFER_MODES = {
+    "auto": TransferMode.UNSPECIFIED,
+    "server": TransferMode.SERVER,
+    "shared": TransferMode.SHARED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,8 @@ class Config:
     lookup_timeout: float = 0.1
     """``kvdock.lookup_timeout_ms``, here in seconds: how long a new request waits for the answer
     before it goes on without cache."""
+    transfer_mode: TransferMode = TransferMode.UNSPECIFIED
+    """``kvdock.transfer_mode``: ``auto`` (UNSPECIFIED), ``server`` or ``shared``."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Config:
@@ -66,6 +75,8 @@ class Config:
         if "lookup_timeout_ms" in ours:
             milliseconds = _number("lookup_timeout_ms", ours.pop("lookup_timeout_ms"), 60_000)
             values["lookup_timeout"] = milliseconds / 1000
+        if "transfer_mode" in ours:
+            values["transfer_mode"] = _transfer_mode(ours.pop("transfer_mode"))
         if ours:
             _refuse(next(iter(ours)))
         return cls(**values)
@@ -79,6 +90,14 @@ def _switch(name: str, value: object) -> bool:
     return spelled
 
 
+def _transfer_mode(value: object) -> TransferMode:
+    mode = _TRANSFER_MODES.get(str(value))
+    if mode is None:
+        known = ", ".join(_TRANSFER_MODES)
+        raise ValueError(f"{PREFIX}transfer_mode is {value!r}: it must be one of {known}")
+    return mode
+
+
 def _number(name: str, value: object, most: int) -> int:
     text = "" if isinstance(value, bool) else str(value)
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
@@ -87,7 +106,14 @@ def _number(name: str, value: object, most: int) -> int:
 
 
 def _refuse(name: str) -> None:
-    known = ["address", "save_decode", "autostart", "chunk_tokens", "lookup_timeout_ms"]
+    known = [
+        "address",
+        "save_decode",
+        "autostart",
+        "chunk_tokens",
+        "lookup_timeout_ms",
+        "transfer_mode",
+    ]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known are {', '.join(known)}"
     raise ValueError(f"{PREFIX}{name} is no setting of KVDock: {hint}")

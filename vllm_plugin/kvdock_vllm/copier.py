@@ -15,7 +15,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -80,58 +80,65 @@ class CopyStoppedError(Exception):
     """A copy was given up before its end."""
 
 
+class Part(NamedTuple):
+    """Blocks, and the bytes on the host that are theirs, one block after the other."""
+
+    block_ids: Sequence[int]
+    host: Bytes
+
+
+def check_part(part: Part, layout: GroupLayout) -> None:
+    """Raises ValueError if a block does not exist or the host's bytes are not as many."""
+    block_ids, nbytes = part.block_ids, len(part.block_ids) * layout.block_bytes
+    if len(part.host) != nbytes:
+        raise ValueError(
+            f"{len(block_ids)} blocks take {nbytes} bytes on the host, not {len(part.host)}"
+        )
+    if block_ids and not 0 <= min(block_ids) <= max(block_ids) < layout.num_blocks:
+        raise ValueError(f"block ids {block_ids} are not all below {layout.num_blocks}")
+
+
 class Copier:
     """Copies blocks of one group. Thread-safe; the tensors must outlive it."""
 
     def __init__(self, layout: GroupLayout) -> None:
-        self._num_blocks = layout.num_blocks
-        self._block_bytes = layout.block_bytes
+        self._layout = layout
         self._longest_run = max(1, _PIECE_BYTES // layout.block_bytes)
         self._stacks = [
             (stack, _blocks_view(stack, layout.num_blocks)) for stack in stacks(layout.regions)
         ]
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block on the host."""
-        return self._block_bytes
-
-    def gather(self, block_ids: Sequence[int], host: Bytes, stop: Callable[[], bool]) -> None:
-        """Copies blocks into ``host``, one after the other.
+    def gather(self, parts: Sequence[Part], stop: Callable[[], bool]) -> None:
+        """Copies blocks to the host.
 
         Raises CopyStoppedError as soon as ``stop()`` is true, ValueError if a block does not exist
-        or ``host`` has another length.
+        or the host's bytes are not as many.
         """
-        for blocks, part in self._pieces(block_ids, host, stop):
-            np.copyto(part, blocks)
+        for blocks, host in self._pieces(parts, stop):
+            np.copyto(host, blocks)
             os.sched_yield()
 
-    def scatter(self, host: Bytes, block_ids: Sequence[int], stop: Callable[[], bool]) -> None:
+    def scatter(self, parts: Sequence[Part], stop: Callable[[], bool]) -> None:
         """The way back. Arguments and errors are those of :meth:`gather`."""
-        for blocks, part in self._pieces(block_ids, host, stop):
-            np.copyto(blocks, part)
+        for blocks, host in self._pieces(parts, stop):
+            np.copyto(blocks, host)
             os.sched_yield()
 
     def _pieces(
-        self, block_ids: Sequence[int], host: Bytes, stop: Callable[[], bool]
+        self, parts: Sequence[Part], stop: Callable[[], bool]
     ) -> Iterator[tuple[Bytes, Bytes]]:
         """Views of equal shape (blocks, regions, bytes): in the engine, and on the host."""
-        if len(host) != len(block_ids) * self._block_bytes:
-            raise ValueError(
-                f"{len(block_ids)} blocks take {len(block_ids) * self._block_bytes} bytes on the "
-                f"host, not {len(host)}"
-            )
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
-            raise ValueError(f"block ids {block_ids} are not all below {self._num_blocks}")
-        rows = host.reshape(len(block_ids), self._block_bytes)
-        for index, block_id, count in runs(block_ids, self._longest_run):
-            if stop():
-                raise CopyStoppedError
-            for stack, view in self._stacks:
-                width = stack.count * stack.first.page_bytes
-                part = rows[index : index + count, stack.column : stack.column + width]
-                shape = (count, stack.count, stack.first.page_bytes)
-                yield view[block_id : block_id + count], part.reshape(shape)
+        for part in parts:
+            check_part(part, self._layout)
+            rows = part.host.reshape(len(part.block_ids), self._layout.block_bytes)
+            for index, block_id, count in runs(part.block_ids, self._longest_run):
+                if stop():
+                    raise CopyStoppedError
+                for stack, view in self._stacks:
+                    width = stack.count * stack.first.page_bytes
+                    host = rows[index : index + count, stack.column : stack.column + width]
+                    shape = (count, stack.count, stack.first.page_bytes)
+                    yield view[block_id : block_id + count], host.reshape(shape)
 
 
 def _blocks_view(stack: Stack, num_blocks: int) -> Bytes:

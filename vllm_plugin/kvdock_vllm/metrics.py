@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -30,13 +31,24 @@ COUNTERS: Final = {
 }
 """Name and description of each counter. Chunks and bytes are summed over workers."""
 
+MODES: Final = ("server", "shared")
+"""How a worker's bytes can move."""
+
+
+def workers_gauge(mode: str) -> str:
+    """The name under which it is counted how many more workers copy in a mode, or fewer."""
+    return f"{mode}_mode_workers"
+
+
+GAUGES: Final = {workers_gauge(mode): mode for mode in MODES}
+
 
 class Stats(KVConnectorStats):
     """Counters of one interval. ``data`` has only those that are not zero."""
 
     def add(self, counter: str, amount: float = 1) -> None:
         """Counts."""
-        assert counter in COUNTERS, counter
+        assert counter in COUNTERS or counter in GAUGES, counter
         if amount:
             self.data[counter] = self.data.get(counter, 0) + amount
 
@@ -53,7 +65,7 @@ class Stats(KVConnectorStats):
         shown: dict[str, int | float] = {
             counter: amount
             for counter, amount in self.data.items()
-            if not counter.endswith(("_seconds", "_bytes"))
+            if counter in COUNTERS and not counter.endswith(("_seconds", "_bytes"))
         }
         for verb, name in (("load", "loaded"), ("store", "stored")):
             seconds = self.data.get(f"{verb}_seconds", 0)
@@ -75,7 +87,10 @@ class Stats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter ``vllm:kvdock_<name>`` for each counter, per engine."""
+    """One Prometheus counter ``vllm:kvdock_<name>`` for each counter, per engine.
+
+    And a gauge ``vllm:kvdock_workers``: how many of the engine's workers copy in which mode.
+    """
 
     def __init__(
         self,
@@ -93,8 +108,22 @@ class PromMetrics(KVConnectorPromMetrics):
             )
             for name, description in COUNTERS.items()
         }
+        make_gauge: Any = self._gauge_cls
+        self._workers = make_gauge(
+            name="vllm:kvdock_workers",
+            documentation="KVDock: workers with a session, by the mode in which their bytes move.",
+            labelnames=[*labelnames, "mode"],
+            multiprocess_mode="sum",
+        )
+        self._num_workers: Counter[tuple[int, str]] = Counter()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, amount in transfer_stats_data.items():
             labels = self.per_engine_labelvalues[engine_idx]
-            self._counters[name].labels(*labels).inc(amount)
+            if name in GAUGES:
+                # Kept here, because Ray's gauges can only be set.
+                now = self._num_workers
+                now[engine_idx, name] += amount
+                self._workers.labels(*labels, GAUGES[name]).set(now[engine_idx, name])
+            else:
+                self._counters[name].labels(*labels).inc(amount)

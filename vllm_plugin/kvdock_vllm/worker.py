@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvdock import Client, Session
 from kvdock.errors import DeadlineExceeded, KVDockError
-from kvdock.types import ChunkStatus, SessionRole
+from kvdock.types import ChunkStatus, SessionRole, TransferMode
 from kvdock_vllm import affinity
 from kvdock_vllm.config import Config
 from kvdock_vllm.copier import CopyStoppedError
@@ -45,9 +45,16 @@ from kvdock_vllm.metadata import (
     WorkerDescription,
     WorkerReport,
 )
-from kvdock_vllm.metrics import Stats
+from kvdock_vllm.metrics import Stats, workers_gauge
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers import DeviceTransfers, HostTransfers, Transfers, split_blocks
+from kvdock_vllm.transfers import (
+    CountWorkers,
+    HostMover,
+    Mark,
+    SharedTransfers,
+    Transfers,
+    split_blocks,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +95,8 @@ class _Ended:
     """What a background thread reports of one load or store."""
 
     stats: Stats
-    ready: bytes = b""
-    """Stands for what the engine had queued before."""
+    ready: Mark = field(default_factory=Mark)
+    """What the engine had queued before."""
     load: LoadSpec | None = None
     failed_blocks: frozenset[int] = frozenset()
     store: _StoreJob | None = None
@@ -111,6 +118,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._engine_id = str(transfer.engine_id)
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=True)
+        self._transfer_mode = config.transfer_mode
         self._shapes = group_shapes(kv_cache_config)
         self._layouts: tuple[GroupLayout, ...] = ()
         self._kv_caches: Mapping[str, torch.Tensor] = {}
@@ -153,7 +161,14 @@ class WorkerHalf:
             group_layout(group, kv_caches, self._kv_cache_config.num_blocks)
             for group in self._kv_cache_config.kv_cache_groups
         )
-        self._transfers = _choose_transfers(self._layouts, self._shapes, kv_caches, self._strategy)
+        self._transfers = _choose_transfers(
+            self._layouts,
+            self._shapes,
+            kv_caches,
+            self._strategy,
+            self._transfer_mode,
+            self._count_workers,
+        )
         self._description = WorkerDescription(
             worker_id=self._strategy.worker_id,
             groups=tuple(
@@ -421,6 +436,12 @@ class WorkerHalf:
         except Exception:
             _log.exception("preparing for namespace %s failed", target.namespace)
 
+    def _count_workers(self, mode: TransferMode, change: int) -> None:
+        """On any thread."""
+        stats = Stats()
+        stats.add(workers_gauge(mode.name.lower()), change)
+        self._ended.put(_Ended(stats))
+
     def _prepare_session(self, client: Client, session: Session) -> None:
         self._transfers.prepare(session)
 
@@ -433,14 +454,22 @@ def _choose_transfers(
     shapes: Sequence[GroupShape],
     kv_caches: Mapping[str, torch.Tensor],
     strategy: ParallelStrategy,
+    wanted: TransferMode,
+    count_workers: CountWorkers,
 ) -> Transfers:
     """The way for the bytes of these tensors. Raises ValueError if there is none."""
     devices = {tensor.device for tensor in kv_caches.values()}
     kinds = {device.type for device in devices}
     if kinds == {"cpu"}:
-        return HostTransfers(layouts, shapes, strategy)
+        if wanted is TransferMode.SERVER:
+            raise ValueError(
+                "kvdock.transfer_mode is server: only a GPU's memory can be handed to the server"
+            )
+        return SharedTransfers(HostMover(layouts), layouts, shapes, strategy, count_workers)
     if kinds == {"cuda"} and len(devices) == 1:
-        return DeviceTransfers(layouts, shapes, devices.pop(), strategy)
+        from kvdock_vllm.transfers.device import DeviceTransfers
+
+        return DeviceTransfers(layouts, shapes, devices.pop(), strategy, wanted, count_workers)
     raise ValueError(f"KVDock does not support KV caches on {sorted(map(str, devices))}")
 
 

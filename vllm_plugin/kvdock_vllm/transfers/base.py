@@ -9,19 +9,67 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from kvdock import Session
 from kvdock.errors import DeadlineExceeded
-from kvdock.types import ChunkStatus
-from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
+from kvdock.types import ChunkStatus, TransferMode
+
+if TYPE_CHECKING:
+    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
+CountWorkers = Callable[[TransferMode, int], None]
+"""Told a mode with 1 when a session begins to use it, and with -1 when that session is over."""
 
 
-class Transfers(ABC):
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What the engine had queued on its device at some moment: no copy may overtake that."""
+
+    is_done: Callable[[], bool] = _always
+    """True once all of it has been computed. Never waits. On any thread."""
+    event: bytes = b""
+    """64-byte CUDA IPC handle of an event that says so, for the server."""
+
+
+class Copies(ABC):
     """Moves the chunks of loads and stores, of one group at a time."""
+
+    @abstractmethod
+    def load(
+        self,
+        session: Session,
+        target: Target,
+        lease_id: int,
+        group: GroupLoad,
+        ready: Mark,
+        stop: Stop,
+    ) -> list[bool]:
+        """Fills blocks; for each chunk whether its blocks are filled. Frees the reader's locks.
+
+        Raises KVDockError, or CopyStoppedError when ``stop()`` is true.
+        """
+
+    @abstractmethod
+    def store(
+        self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
+    ) -> list[ChunkStatus]:
+        """Stores chunks; what became of each.
+
+        Raises KVDockError, or CopyStoppedError when ``stop()`` is true; then nothing of it becomes
+        visible that was not copied before.
+        """
+
+
+class Transfers(Copies):
+    """Copies for the sessions of a worker."""
 
     @abstractmethod
     def prepare(self, session: Session) -> None:
@@ -32,33 +80,8 @@ class Transfers(ABC):
         """Loads and stores of a namespace will follow. Raises as they do."""
 
     @abstractmethod
-    def mark(self) -> bytes:
-        """Stands for what the engine has queued so far, for ``ready``. Called on its thread."""
-
-    @abstractmethod
-    def load(
-        self,
-        session: Session,
-        target: Target,
-        lease_id: int,
-        group: GroupLoad,
-        ready: bytes,
-        stop: Stop,
-    ) -> list[bool]:
-        """Fills blocks; for each chunk whether its blocks are filled. Frees the reader's locks.
-
-        Raises KVDockError, or CopyStoppedError when ``stop()`` is true.
-        """
-
-    @abstractmethod
-    def store(
-        self, session: Session, target: Target, group: GroupStore, ready: bytes, stop: Stop
-    ) -> list[ChunkStatus]:
-        """Stores chunks; what became of each.
-
-        Raises KVDockError, or CopyStoppedError when ``stop()`` is true; then nothing of it becomes
-        visible that was not copied before.
-        """
+    def mark(self) -> Mark:
+        """What the engine has queued so far, for ``ready``. Called on its thread."""
 
     @abstractmethod
     def wait_for_end(self, session: Session) -> None:

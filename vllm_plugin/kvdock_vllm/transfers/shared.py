@@ -1,20 +1,38 @@
-"""The worker copies between its memory and the pool, both mapped into its process."""
+"""Shared mode: the worker maps the pool and copies by itself.
+
+To store, it reserves memory, copies, and commits. To load, it asks where the chunks lie, copies,
+and frees the locks: only locks that were still held after the copy prove that the bytes were the
+chunks'. What copies is a ``Mover``, since a GPU's memory takes another than the host's.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from kvdock import Session
-from kvdock.types import ChunkStatus
+from kvdock.types import ChunkStatus, TransferMode
 from kvdock.v1 import cache_pb2
-from kvdock_vllm.copier import Copier, CopyStoppedError
+from kvdock_vllm.copier import Copier, CopyStoppedError, Part
 from kvdock_vllm.layout import GroupLayout, GroupShape, blocks_per_chunk
-from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Stop, Transfers, answer, split_blocks
+from kvdock_vllm.transfers.base import (
+    CountWorkers,
+    Mark,
+    Stop,
+    Transfers,
+    answer,
+    split_blocks,
+)
+
+if TYPE_CHECKING:
+    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
 
 _log = logging.getLogger(__name__)
 
@@ -25,32 +43,90 @@ _MOST_LOCK_RANGES = 256
 _STORE_RPC_SECONDS = 5.0
 # How long a copy may take that was told to stop.
 _STOP_SECONDS = 5.0
+# How long the engine may take to compute what it had queued.
+_LOAD_READY_SECONDS = 10.0
+_STORE_READY_SECONDS = 4.0
+_FIRST_POLL_SECONDS = 50e-6
+_LONGEST_POLL_SECONDS = 1e-3
 
 
-class HostTransfers(Transfers):
-    """Copies between blocks in this process's memory and the mapped pool."""
+class Mover(ABC):
+    """Copies between the blocks of all groups and the mapped pool. Thread-safe."""
+
+    @abstractmethod
+    def open(self, session: Session) -> None:
+        """Copies from and to the session's pool will follow."""
+
+    @abstractmethod
+    def close(self, session: Session) -> None:
+        """None is under way any more, and none will follow."""
+
+    @abstractmethod
+    def gather(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+        """Copies blocks of the group of that position to the host.
+
+        Raises CopyStoppedError as soon as ``stop()`` is true. However it ends, no copy is under
+        way any more then.
+        """
+
+    @abstractmethod
+    def scatter(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+        """The way back, likewise."""
+
+
+class HostMover(Mover):
+    """For blocks in this process's own memory."""
+
+    def __init__(self, layouts: Sequence[GroupLayout]) -> None:
+        self._copiers = [Copier(layout) for layout in layouts]
+
+    def open(self, session: Session) -> None:
+        """The pool is mapped, and nothing more is needed."""
+
+    def close(self, session: Session) -> None:
+        """Nothing was kept."""
+
+    def gather(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+        self._copiers[position].gather(parts, stop)
+
+    def scatter(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+        self._copiers[position].scatter(parts, stop)
+
+
+class SharedTransfers(Transfers):
+    """Moves bytes by a mover between the worker's blocks and the mapped pool."""
 
     def __init__(
         self,
+        mover: Mover,
         layouts: Sequence[GroupLayout],
         shapes: Sequence[GroupShape],
         strategy: ParallelStrategy,
+        count_workers: CountWorkers,
     ) -> None:
-        self._copiers = [Copier(layout) for layout in layouts]
+        self._mover = mover
+        self._layouts = layouts
         self._shapes = shapes
         self._strategy = strategy
+        self._count_workers = count_workers
         self._changed = threading.Condition()
         self._running: dict[Session, int] = {}
+        self._open: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def prepare(self, session: Session) -> None:
+        """Raises PoolUnmappable."""
         # Copies then run at the speed of memory from the first on.
         session.pool.prefault()
+        self._mover.open(session)
+        with self._changed:
+            self._open.add(session)
+        self._count_workers(TransferMode.SHARED, 1)
 
     def expect(self, session: Session, target: Target) -> None:
         """Nothing of it depends on the namespace."""
 
-    def mark(self) -> bytes:
-        return b""
+    def mark(self) -> Mark:
+        return Mark()
 
     def load(
         self,
@@ -58,11 +134,11 @@ class HostTransfers(Transfers):
         target: Target,
         lease_id: int,
         group: GroupLoad,
-        ready: bytes,
+        ready: Mark,
         stop: Stop,
     ) -> list[bool]:
-        copier = self._copiers[group.position]
         in_chunk = blocks_per_chunk(target.chunk_tokens, self._shapes[group.position])
+        block_bytes = self._layouts[group.position].block_bytes
         found = session.retrieve(
             lease_id,
             group.first_chunk,
@@ -73,18 +149,18 @@ class HostTransfers(Transfers):
             timeout=_LOAD_RPC_SECONDS,
         )
         filled = []
+        parts = []
         for result, (skip, block_ids) in zip(found, split_blocks(group, in_chunk), strict=True):
-            if result.status is ChunkStatus.RETRIEVED and result.location is not None:
-                with self._using(session):
-                    host = session.pool.array(result.location)
-                    begin = skip * copier.block_bytes
-                    end = begin + len(block_ids) * copier.block_bytes
-                    copier.scatter(host[begin:end], block_ids, stop)
-                filled.append(True)
-            else:
-                filled.append(False)
-        # Only locks that were still held after the copy prove that the bytes were the chunks'. One
-        # range costs the server less, but says nothing where some were not to be had.
+            location = result.location if result.status is ChunkStatus.RETRIEVED else None
+            if location is not None:
+                begin, end = skip * block_bytes, (skip + len(block_ids)) * block_bytes
+                parts.append(Part(block_ids, session.pool.array(location)[begin:end]))
+            filled.append(location is not None)
+        if parts:
+            _wait(ready, stop, _LOAD_READY_SECONDS)
+            with self._using(session):
+                self._mover.scatter(group.position, parts, stop)
+        # One range costs the server less, but says nothing where some were not to be had.
         held = self._free_locks(session, lease_id, group, one_range=all(filled))
         return [ok and lock for ok, lock in zip(filled, held, strict=True)]
 
@@ -115,9 +191,8 @@ class HostTransfers(Transfers):
         return [count == width for count in released for _ in range(width)]
 
     def store(
-        self, session: Session, target: Target, group: GroupStore, ready: bytes, stop: Stop
+        self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
     ) -> list[ChunkStatus]:
-        copier = self._copiers[group.position]
         in_chunk = blocks_per_chunk(target.chunk_tokens, self._shapes[group.position])
         reservation = session.reserve(
             target.namespace,
@@ -132,13 +207,16 @@ class HostTransfers(Transfers):
         if not wanted:
             return statuses
         try:
+            parts = []
             for index in wanted:
                 location = reservation.chunks[index].location
                 if location is None:
                     raise ValueError(f"the server reserved chunk {index} and did not say where")
                 block_ids = group.block_ids[index * in_chunk : (index + 1) * in_chunk]
-                with self._using(session):
-                    copier.gather(block_ids, session.pool.array(location), stop)
+                parts.append(Part(block_ids, session.pool.array(location)))
+            _wait(ready, stop, _STORE_READY_SECONDS)
+            with self._using(session):
+                self._mover.gather(group.position, parts, stop)
             if stop():
                 raise CopyStoppedError
         except BaseException:
@@ -151,12 +229,22 @@ class HostTransfers(Transfers):
 
     def wait_for_end(self, session: Session) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: session not in self._running, _STOP_SECONDS):
-                _log.error("a copy goes on after the end of its session")
+            if session not in self._open:
+                return
+            self._open.discard(session)
+            ended = self._changed.wait_for(lambda: session not in self._running, _STOP_SECONDS)
+        self._count_workers(TransferMode.SHARED, -1)
+        if ended:
+            self._mover.close(session)
+        else:
+            _log.error("a copy goes on after the end of its session")
 
     @contextmanager
     def _using(self, session: Session) -> Iterator[None]:
+        """While a copy uses the session's pool. Raises CopyStoppedError if the session is over."""
         with self._changed:
+            if session not in self._open:
+                raise CopyStoppedError
             self._running[session] = self._running.get(session, 0) + 1
         try:
             yield
@@ -166,3 +254,21 @@ class HostTransfers(Transfers):
                 if not self._running[session]:
                     del self._running[session]
                     self._changed.notify_all()
+
+
+def _wait(ready: Mark, stop: Stop, seconds: float) -> None:
+    """Waits until the engine has computed what it had queued.
+
+    Asks the device again and again instead of having the copies wait for it on the device, so that
+    nothing of them has begun when it takes too long, or is told to stop: then CopyStoppedError.
+    """
+    deadline = time.monotonic() + seconds
+    poll = _FIRST_POLL_SECONDS
+    while not ready.is_done():
+        if stop():
+            raise CopyStoppedError
+        if time.monotonic() > deadline:
+            _log.warning("what the engine had queued took longer than %g s to compute", seconds)
+            raise CopyStoppedError
+        time.sleep(poll)
+        poll = min(2 * poll, _LONGEST_POLL_SECONDS)

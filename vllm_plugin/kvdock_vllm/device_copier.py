@@ -1,0 +1,290 @@
+"""Copies between an engine's blocks on a device and the host pool, made by this process.
+
+Blocks go through a staging buffer on the device: one gather or scatter for each stack of regions,
+and one large copy between the buffer and the pool. A kernel in the engine's own process costs the
+engine little, while many small copies would leave the link idle. Blocks that are one large piece
+each are copied as they are, without a kernel.
+
+The work is cut into pieces of one staging buffer. Two are under way at a time, each with a buffer
+and a stream of its own, so that one is gathered while the other is copied. That also bounds the
+device memory that is taken, and what is still copied after a stop.
+
+On a CPU the same happens, with no stream and piece by piece.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvdock_vllm.copier import CopyStoppedError, Part, Stack, check_part, runs, stacks
+from kvdock_vllm.layout import GroupLayout
+from kvdock_vllm.pinning import cut
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+STAGING_BYTES = 32 << 20
+"""Of one staging buffer, unless a single block is larger: 0.6 ms of copying."""
+DIRECT_BYTES = 1 << 20
+"""To copy so much takes longer than to ask for it, so that nothing is won by joining copies."""
+
+Piece = Callable[[torch.Tensor], None]
+"""Queues copies on the current stream; may use the staging buffer that it is given."""
+
+# What a kernel moves at a time: the wider the faster.
+_ELEMENTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class Lane:
+    """Two staging buffers and their streams, for copies in one direction. Thread-safe."""
+
+    def __init__(self, device: torch.device, staging_bytes: int) -> None:
+        self._device = device
+        _use(device)
+        make_slot = _CudaSlot if device.type == "cuda" else _Slot
+        self._slots = [make_slot(device, staging_bytes) for _ in range(2)]
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def run(self, pieces: Iterable[Piece], stop: Callable[[], bool]) -> None:
+        """Runs pieces. When this returns or raises, none of them is under way any more.
+
+        Raises CopyStoppedError as soon as ``stop()`` is true, and what a piece raises.
+        """
+        _use(self._device)
+        try:
+            for piece in pieces:
+                if stop():
+                    raise CopyStoppedError
+                with self._lock:
+                    slot = self._slots[self._turn]
+                    self._turn = 1 - self._turn
+                    slot.wait()
+                    slot.run(piece)
+        finally:
+            for slot in self._slots:
+                slot.wait()
+
+
+def _use(device: torch.device) -> None:
+    """Makes the device this thread's, which is one of the connector's own.
+
+    Else torch goes back to device 0 after each piece, which makes a context there for this process.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class _Slot:
+    """A staging buffer. On a CPU a copy has ended when the call returns."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def run(self, piece: Piece) -> None:
+        piece(self._buffer)
+
+    def wait(self) -> None:
+        """Waits for the end of what was run last."""
+
+
+class _CudaSlot(_Slot):
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        cuda: Any = torch.cuda  # signatures without types
+        # CUDA has no lower priority than 0, which is also that of the engine's stream.
+        self._stream = cuda.Stream(device, priority=0)
+        self._done = cuda.Event(blocking=True)  # who waits for it sleeps
+        with torch.cuda.stream(self._stream):
+            super().__init__(device, nbytes)
+
+    def run(self, piece: Piece) -> None:
+        with torch.cuda.stream(self._stream):
+            try:
+                super().run(piece)
+            finally:
+                self._done.record(self._stream)
+
+    def wait(self) -> None:
+        self._done.synchronize()  # without the interpreter's lock
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Blocks of one part: their ids, and their bytes on the host as (blocks, bytes of a block)."""
+
+    ids: npt.NDArray[np.int64]
+    host: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _StackView:
+    """All blocks of a stack, as (blocks, regions, elements)."""
+
+    blocks: torch.Tensor
+    column: int
+    """Where a block's elements of the stack begin on the host."""
+
+    def staged(self, rows: torch.Tensor) -> torch.Tensor:
+        """The stack's part of whole blocks that are staged as (blocks, bytes of a block)."""
+        _, regions, length = self.blocks.shape
+        columns = rows.view(self.blocks.dtype)[:, self.column : self.column + regions * length]
+        return columns.view(len(rows), regions, length)
+
+
+class DeviceCopier:
+    """Copies blocks of one group. Thread-safe; the tensors must outlive it."""
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        device: torch.device,
+        staging_bytes: int,
+        direct_bytes: int = DIRECT_BYTES,
+    ) -> None:
+        """``staging_bytes`` is what a lane's buffer has; at least one block."""
+        self._layout = layout
+        self._device = device
+        self._rows_a_piece = staging_bytes // layout.block_bytes
+        self._direct_bytes = direct_bytes
+        found = stacks(layout.regions)
+        self._stacks = [_stack_view(stack, layout, device) for stack in found]
+        self._whole = _whole_blocks(found, layout, device)
+
+    def gather(self, parts: Sequence[Part], lane: Lane, stop: Callable[[], bool]) -> None:
+        """Copies blocks to the host, and returns when all of them are there.
+
+        Raises CopyStoppedError as soon as ``stop()`` is true, ValueError if a block does not exist
+        or the host's bytes are not as many. No copy is under way any more then either.
+        """
+        lane.run((partial(self._move, piece, True) for piece in self._pieces(parts)), stop)
+
+    def scatter(self, parts: Sequence[Part], lane: Lane, stop: Callable[[], bool]) -> None:
+        """The way back. Arguments and errors are those of :meth:`gather`."""
+        lane.run((partial(self._move, piece, False) for piece in self._pieces(parts)), stop)
+
+    def _pieces(self, parts: Sequence[Part]) -> Iterator[list[_Rows]]:
+        """Cuts the parts, and joins them, to pieces of a staging buffer."""
+        piece: list[_Rows] = []
+        room = self._rows_a_piece
+        for part in parts:
+            check_part(part, self._layout)
+            ids = np.array(part.block_ids, dtype=np.int64)
+            host = torch.from_numpy(part.host).view(-1, self._layout.block_bytes)
+            while len(ids):
+                piece.append(_Rows(ids[:room], host[:room]))
+                ids, host = ids[room:], host[room:]
+                room -= len(piece[-1].ids)
+                if not room:
+                    yield piece
+                    piece, room = [], self._rows_a_piece
+        if piece:
+            yield piece
+
+    def _move(self, piece: list[_Rows], to_host: bool, staging: torch.Tensor) -> None:
+        copies = self._direct_copies(piece)
+        if copies is not None:
+            for blocks, host in copies:
+                _copy(blocks, host, to_host)
+            return
+        counts = [len(rows.ids) for rows in piece]
+        block_bytes = self._layout.block_bytes
+        staged = staging[: sum(counts) * block_bytes].view(-1, block_bytes)
+        index = torch.from_numpy(np.concatenate([rows.ids for rows in piece]))
+        index = index.to(self._device, non_blocking=True)
+        if to_host:
+            for stack in self._stacks:
+                torch.index_select(stack.blocks, 0, index, out=stack.staged(staged))
+        for rows, blocks in zip(piece, torch.split_with_sizes(staged, counts), strict=True):
+            _copy(blocks, rows.host, to_host)
+        if not to_host:
+            for stack in self._stacks:
+                stack.blocks.index_copy_(0, index, stack.staged(staged))
+
+    def _direct_copies(self, piece: list[_Rows]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Blocks and their place on the host, neighbours together; None if that is not much."""
+        if self._whole is None:
+            return None
+        longest = self._rows_a_piece if self._whole.is_contiguous() else 1
+        found = [(rows, run) for rows in piece for run in runs(rows.ids.tolist(), longest)]
+        num_blocks = sum(count for _, (_, _, count) in found)
+        if num_blocks * self._layout.block_bytes < len(found) * self._direct_bytes:
+            return None
+        return [
+            (self._whole[block_id : block_id + count], rows.host[index : index + count])
+            for rows, (index, block_id, count) in found
+        ]
+
+
+def _copy(blocks: torch.Tensor, host: torch.Tensor, to_host: bool) -> None:
+    """Queues a copy of contiguous bytes."""
+    blocks, host = blocks.view(-1), host.view(-1)
+    source, target = (blocks, host) if to_host else (host, blocks)
+    for begin, end in cut(host.data_ptr(), len(host)):
+        target[begin:end].copy_(source[begin:end], non_blocking=True)
+
+
+def _stack_view(stack: Stack, layout: GroupLayout, device: torch.device) -> _StackView:
+    first = stack.first
+    unit = math.gcd(
+        first.address,
+        first.block_stride,
+        first.page_bytes,
+        stack.pitch,
+        stack.column,
+        layout.block_bytes,
+    )
+    dtype = next(dtype for dtype in _ELEMENTS if unit % dtype.itemsize == 0)
+    blocks = _memory(
+        first.address,
+        (layout.num_blocks, stack.count, first.page_bytes // dtype.itemsize),
+        (first.block_stride, stack.pitch, dtype.itemsize),
+        dtype,
+        device,
+    )
+    return _StackView(blocks, stack.column // dtype.itemsize)
+
+
+def _whole_blocks(
+    found: Sequence[Stack], layout: GroupLayout, device: torch.device
+) -> torch.Tensor | None:
+    """All blocks as (blocks, bytes of a block), if a block's bytes lie as on the host."""
+    if len(found) > 1 or found[0].pitch != found[0].first.page_bytes:
+        return None
+    first = found[0].first
+    shape = (layout.num_blocks, layout.block_bytes)
+    return _memory(first.address, shape, (first.block_stride, 1), torch.uint8, device)
+
+
+def _memory(
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A tensor over memory of this process; strides in bytes.
+
+    Regions are evenly spaced by chance too, across tensors, so that no storage has all of a stack.
+    """
+    kind = "u" if dtype is torch.uint8 else "i"
+    interface = {
+        "version": 3,
+        "data": (address, False),
+        "shape": shape,
+        "strides": strides,
+        "typestr": f"<{kind}{dtype.itemsize}",
+    }
+    if device.type == "cpu":
+        return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface)))
+    tensor = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
+    assert tensor.data_ptr() == address, "torch copied memory that it was to show"
+    return tensor

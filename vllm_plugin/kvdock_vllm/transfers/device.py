@@ -1,0 +1,203 @@
+"""Transfers of GPU memory: in server mode where that is possible, in shared mode otherwise.
+
+The server can open memory that CUDA IPC exports, if it has CUDA itself, sees the device, and shares
+the worker's IPC namespace. Whether it can is known when it has tried, so each session finds out
+anew, with the first thing that it has to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvdock import Session
+from kvdock.errors import DeviceMemory, PoolUnmappable
+from kvdock.types import ChunkStatus, TransferMode
+from kvdock_vllm.copier import CopyStoppedError
+from kvdock_vllm.device_memory import (
+    ExportedGroup,
+    ExportedMemory,
+    NotExportableError,
+    ReadyEvents,
+    export_memory,
+)
+from kvdock_vllm.layout import GroupLayout, GroupShape, blocks_per_chunk
+from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.transfers.base import Copies, CountWorkers, Mark, Stop, Transfers
+from kvdock_vllm.transfers.device_mover import DeviceMover
+from kvdock_vllm.transfers.server import ServerCopies
+from kvdock_vllm.transfers.shared import SharedTransfers
+
+if TYPE_CHECKING:
+    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
+
+_log = logging.getLogger(__name__)
+
+_REGISTER_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """How a session's bytes move."""
+
+    namespace: str
+    copies: Copies | None
+    """None: not at all."""
+
+
+class DeviceTransfers(Transfers):
+    """Moves bytes of one device's memory in the mode that is wanted, or in the best there is."""
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        shapes: Sequence[GroupShape],
+        device: torch.device,
+        strategy: ParallelStrategy,
+        wanted: TransferMode,
+        count_workers: CountWorkers,
+    ) -> None:
+        """``wanted`` is UNSPECIFIED for SERVER if possible, else SHARED."""
+        self._layouts = layouts
+        self._shapes = shapes
+        self._device = device
+        self._wanted = wanted
+        self._count_workers = count_workers
+        self._server = ServerCopies(strategy)
+        self._shared = SharedTransfers(
+            DeviceMover(layouts, device), layouts, shapes, strategy, count_workers
+        )
+        self._events: ReadyEvents | None = None
+        self._not_exportable = ""
+        """Why the server cannot be asked to open anything."""
+        if wanted is not TransferMode.SHARED and device.type == "cuda":
+            try:
+                self._events = ReadyEvents(device)
+            except RuntimeError as error:
+                self._not_exportable = f"CUDA exports no events: {error}"
+        self._lock = threading.Lock()
+        self._choices: dict[Session, _Choice] = {}
+        self._over: weakref.WeakSet[Session] = weakref.WeakSet()
+
+    def prepare(self, session: Session) -> None:
+        """Nothing can be done before the namespace is known."""
+
+    def expect(self, session: Session, target: Target) -> None:
+        self._copies(session, target)
+
+    def mark(self) -> Mark:
+        if self._events is not None:
+            event, handle = self._events.record_event()
+            return Mark(event.query, handle)
+        if self._device.type != "cuda":
+            return Mark()  # nothing is ever queued
+        make_event: Any = torch.cuda.Event  # its signature has no types
+        event = make_event()
+        event.record()
+        return Mark(event.query)
+
+    def load(
+        self,
+        session: Session,
+        target: Target,
+        lease_id: int,
+        group: GroupLoad,
+        ready: Mark,
+        stop: Stop,
+    ) -> list[bool]:
+        return self._copies(session, target).load(session, target, lease_id, group, ready, stop)
+
+    def store(
+        self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
+    ) -> list[ChunkStatus]:
+        return self._copies(session, target).store(session, target, group, ready, stop)
+
+    def wait_for_end(self, session: Session) -> None:
+        with self._lock:
+            self._over.add(session)
+            self._end(session)
+
+    def _copies(self, session: Session, target: Target) -> Copies:
+        """What moves the session's bytes. Raises KVDockError; CopyStoppedError if nothing does."""
+        with self._lock:
+            if session in self._over:
+                raise CopyStoppedError
+            choice = self._choices.get(session)
+            if choice is None or choice.namespace != target.namespace:
+                self._end(session)
+                choice = _Choice(target.namespace, self._choose(session, target))
+                self._choices[session] = choice
+            if choice.copies is None:
+                raise CopyStoppedError
+            return choice.copies
+
+    def _end(self, session: Session) -> None:
+        """Ends what was chosen for the session, if anything was."""
+        choice = self._choices.pop(session, None)
+        if choice is None:
+            return
+        if choice.copies is self._shared:
+            self._shared.wait_for_end(session)
+        elif choice.copies is self._server:
+            # The server lets go of the memory when the session's stream ends.
+            self._count_workers(TransferMode.SERVER, -1)
+
+    def _choose(self, session: Session, target: Target) -> Copies | None:
+        """Hands the memory to the server, or agrees with it on shared mode; None if neither can be.
+
+        Says which and why, in the log.
+        """
+        began = time.monotonic()
+        memory, reason = self._export(target)
+        if reason and self._wanted is TransferMode.SERVER:
+            return self._no_way(reason)
+        try:
+            registration = session.register_memory(
+                target.namespace,
+                memory.allocations,
+                memory.groups,
+                mode=self._wanted,
+                timeout=_REGISTER_SECONDS,
+            )
+            if registration.mode is TransferMode.SHARED:
+                self._shared.prepare(session)
+        except (DeviceMemory, PoolUnmappable) as error:
+            return self._no_way(error.message)
+        except torch.OutOfMemoryError as error:
+            return self._no_way(f"no device memory for staging buffers in shared mode: {error}")
+        _log.info(
+            "KVDock copies in %s mode: %s (%.0f ms)",
+            registration.mode.name.lower(),
+            reason or registration.reason,
+            (time.monotonic() - began) * 1e3,
+        )
+        if registration.mode is TransferMode.SHARED:
+            return self._shared
+        self._count_workers(TransferMode.SERVER, 1)
+        return self._server
+
+    def _export(self, target: Target) -> tuple[ExportedMemory, str]:
+        """What the server is to open; nothing, and why, if that is not possible."""
+        nothing = ExportedMemory([], [])
+        if self._wanted is TransferMode.SHARED or self._not_exportable:
+            return nothing, self._not_exportable
+        groups = [
+            ExportedGroup(shape.group_idx, layout, blocks_per_chunk(target.chunk_tokens, shape))
+            for shape, layout in zip(self._shapes, self._layouts, strict=True)
+        ]
+        try:
+            return export_memory(groups, self._device.index or 0), ""
+        except NotExportableError as error:
+            return nothing, str(error)
+
+    @staticmethod
+    def _no_way(reason: str) -> Copies | None:
+        _log.warning("KVDock does not cache for this worker: %s", reason)
+        return None
