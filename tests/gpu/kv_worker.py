@@ -180,11 +180,6 @@ class Worker:
         dtype = self.tensors[0].dtype
         return self._blocks([copy.view(dtype) for copy in self.snapshot], ids)
 
-    def use_one_event(self) -> None:
-        """From now on the same event every time."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        self.events = ReadyEvents(device, count=1)
-
     def done_event(self) -> bytes:
         """An event that is done, or nearly."""
         return self.events.record()
@@ -245,9 +240,9 @@ class Worker:
         return np.concatenate(rows, axis=1)
 
 
-def main() -> None:
+def main(make_worker: Callable[[], Worker] = Worker) -> None:
     connection = pipes.Client(sys.argv[1], family="AF_UNIX")
-    worker = Worker()
+    worker = make_worker()
     while True:
         try:
             name, arguments = connection.recv()

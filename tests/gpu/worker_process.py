@@ -18,14 +18,16 @@ class WorkerError(Exception):
 
 
 class WorkerProcess:
-    """A worker in a process of its own."""
+    """A worker in a process of its own, which runs the script of that name beside this file."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, script: str = "kv_worker.py"
+    ) -> None:
         with tempfile.TemporaryDirectory(prefix="kvdock-gpu-") as folder:
             socket = f"{folder}/worker.sock"
             with Listener(socket, family="AF_UNIX") as listener:
                 self.process = subprocess.Popen(
-                    [sys.executable, str(Path(__file__).with_name("kv_worker.py")), socket],
+                    [sys.executable, str(Path(__file__).with_name(script)), socket],
                     env={**os.environ, **(environment or {})},
                 )
                 self._connection = listener.accept()
