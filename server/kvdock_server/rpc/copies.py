@@ -338,7 +338,7 @@ class Copies:
                 )
 
     def _expect_followers(self, session: Session) -> None:
-        """Open the ways from the reader that is likely to lead the others of its shard, the first."""
+        """Open the ways from the reader likely to lead the others of its shard: the first."""
         if session not in self._memory:
             return
         registered = {
