@@ -1,0 +1,125 @@
+"""Pinning in order and by pieces, with a driver that writes down what it is told."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvdock_vllm import pinning
+from kvdock_vllm.cuda import CudaError
+from kvdock_vllm.pinning import PinnedMemory
+
+PIECE = 1 << 20
+
+
+class RecordingDriver:
+    """Pins up to a limit, in one context."""
+
+    def __init__(self, limit: int = 1 << 40) -> None:
+        self.limit = limit
+        self.registered: dict[int, int] = {}
+        self.context: int | None = None
+
+    @contextmanager
+    def context_of(self, ordinal: int) -> Iterator[None]:
+        self.context = ordinal
+        yield
+        self.context = None
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        assert self.context is not None
+        if sum(self.registered.values()) + nbytes > self.limit:
+            raise CudaError("cuMemHostRegister_v2 failed with CUDA_ERROR_OUT_OF_MEMORY (2)")
+        self.registered[address] = nbytes
+
+    def unregister_host(self, address: int) -> None:
+        assert self.context is not None
+        del self.registered[address]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[RecordingDriver], RecordingDriver]:
+    def use(driver: RecordingDriver) -> RecordingDriver:
+        monkeypatch.setattr(pinning, "PIECE_BYTES", PIECE)
+        monkeypatch.setattr(pinning, "_POLL_SECONDS", 0.001)
+        monkeypatch.setattr(pinning, "Driver", lambda: driver)
+        return driver
+
+    return use
+
+
+def shared_memory(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Of which nothing is there yet."""
+    fd = os.memfd_create("pool")
+    os.ftruncate(fd, nbytes)
+    memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+    os.close(fd)
+    return memory
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_each_piece_is_pinned_when_it_is_there_and_unpinned_at_the_end(
+    use: Callable[[RecordingDriver], RecordingDriver],
+) -> None:
+    driver = use(RecordingDriver())
+    memory = shared_memory(3 * PIECE)
+    address = memory.ctypes.data
+    border = -address % PIECE or PIECE
+    pinned = PinnedMemory([memory], 3)
+    memory[: border - 1] = 1
+    until(lambda: pinned.pinned_bytes == border)
+    assert driver.registered == {address: border}
+    assert driver.context == 3
+    memory[:] = 1
+    until(lambda: pinned.pinned_bytes == 3 * PIECE)
+    assert all(
+        (start + nbytes) % PIECE == 0 for start, nbytes in list(driver.registered.items())[:-1]
+    )
+    pinned.close()
+    assert pinned.join(5)
+    assert driver.registered == {}
+    assert driver.context is None
+    assert pinned.refused is None
+
+
+def test_a_limit_is_told_and_what_is_pinned_stays_so(
+    use: Callable[[RecordingDriver], RecordingDriver], caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = use(RecordingDriver(limit=2 * PIECE))
+    memory = shared_memory(4 * PIECE)
+    memory[:] = 1
+    pinned = PinnedMemory([memory], 0)
+    until(lambda: pinned.refused is not None)
+    assert pinned.pinned_bytes == sum(driver.registered.values()) > 0
+    (warning,) = (r for r in caplog.records if r.levelno == logging.WARNING)
+    assert f"CUDA pins no more than {pinned.pinned_bytes:,} of the pool's 4,194,304 bytes" in (
+        warning.getMessage()
+    )
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in warning.getMessage()
+    assert "memlock" in warning.getMessage()
+    pinned.close()
+    assert pinned.join(5)
+    assert driver.registered == {}
+
+
+def test_it_ends_while_it_waits_for_memory(
+    use: Callable[[RecordingDriver], RecordingDriver],
+) -> None:
+    driver = use(RecordingDriver())
+    pinned = PinnedMemory([shared_memory(PIECE)], 0)
+    pinned.close()
+    assert pinned.join(5)
+    assert driver.registered == {}
