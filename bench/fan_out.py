@@ -81,7 +81,7 @@ class Rank(Worker):
     def ask(self, start: float, lease: int) -> float:
         """Ask what came of another rank's call at that moment; when it was answered."""
         end = self.case.geometry.chunks
-        return self._retrieve(start, lease, end=end, filled_by_another=True)
+        return self._retrieve(start, lease, end=end, filled_by=0)
 
     def _retrieve(self, start: float, lease: int, **arguments: Any) -> float:
         assert self._session is not None

@@ -235,7 +235,7 @@ def retrieve(
     skip_blocks: int,
     ready_event: bytes,
     also_fill: Sequence[int],
-    filled_by_another: bool,
+    filled_by: int | None,
 ) -> Call[cache_pb2.RetrieveRequest, cache_pb2.RetrieveResponse, list[ChunkResult]]:
     return Call(
         cache_pb2.RetrieveRequest(
@@ -249,7 +249,7 @@ def retrieve(
             skip_blocks=skip_blocks,
             ready_event=ready_event,
             also_fill=also_fill,
-            filled_by_another=filled_by_another,
+            filled_by=filled_by,
         ),
         lambda response: [ChunkResult.from_proto(chunk) for chunk in response.chunks],
     )

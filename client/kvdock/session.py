@@ -268,7 +268,7 @@ class Session:
         skip_blocks: int = 0,
         ready_event: bytes = b"",
         also_fill: Sequence[int] = (),
-        filled_by_another: bool = False,
+        filled_by: int | None = None,
         timeout: float | None = None,
     ) -> list[ChunkResult]:
         """Delivers the locked chunks [first, end) of the lookup; ``end`` 0 means to the end.
@@ -276,8 +276,8 @@ class Session:
         In shared mode it says where they lie: copy, then free the locks, and use the copy only if
         :meth:`free_locks` reports every one as released. In server mode the bytes are in
         ``block_ids`` when it answers, and the locks are free; ``also_fill`` names other readers of
-        the same shard that get the same bytes, and each of those asks with ``filled_by_another``
-        what came of it. Raises UnknownLease, ForeignLease, DeviceMemory.
+        the same shard that get the same bytes, and each of those asks with ``filled_by``,
+        the reader that fills it, what came of it. Raises UnknownLease, ForeignLease, DeviceMemory.
         """
         call = _verbs.retrieve(
             lease,
@@ -290,7 +290,7 @@ class Session:
             skip_blocks,
             ready_event,
             also_fill,
-            filled_by_another,
+            filled_by,
         )
         return self._call(call, timeout)
 

@@ -67,7 +67,7 @@ class RankWorker(kv_worker.Worker):
 
     def ask(self, lease: int, chunks: int) -> list[str]:
         """What came of another rank's Retrieve for this one; the status of each chunk."""
-        results = self.session.retrieve(lease, end=chunks, reader=self.rank, filled_by_another=True)
+        results = self.session.retrieve(lease, end=chunks, reader=self.rank, filled_by=0)
         return [result.status.name for result in results]
 
 

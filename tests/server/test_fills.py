@@ -111,7 +111,7 @@ class Engine:
         return await self.send(0, pb.RetrieveRequest(lease_id=lease, **request))
 
     async def ask(self, asker: int, lease: int, **fields: Any) -> list[types.ChunkStatus.ValueType]:
-        request = {"filled_by_another": True, "end_chunk": 4, "timeout_ms": 5000} | fields
+        request = {"filled_by": 0, "end_chunk": 4, "timeout_ms": 5000} | fields
         return await self.send(asker, pb.RetrieveRequest(lease_id=lease, **request))
 
     async def send(
@@ -341,7 +341,6 @@ async def test_a_wrong_call_changes_nothing(
 @pytest.mark.parametrize(
     ("worker", "complaint"),
     [
-        ({"engine": "another"}, "no worker 2 of this engine has registered"),
         ({"per_chunk": 1}, "1 blocks a chunk, and the caller 2"),
         ({"blocks": 30}, "block id 30: reader 2 in also_fill has registered 30 blocks"),
     ],
@@ -362,7 +361,7 @@ async def test_a_reader_that_does_not_fit_is_refused_and_hears_of_it(
     engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
 
 
-async def test_readers_of_another_shard_or_group_are_refused(engine: Engine) -> None:
+async def test_readers_of_another_shard_are_refused(engine: Engine) -> None:
     shards = Group(None, GroupKind.FULL_ATTENTION, 0, (CHUNK, CHUNK))
     engine.core.index.register(Namespace("sharded", 16, 2, (shards,), {}))
     lease = engine.lookup()
@@ -370,24 +369,69 @@ async def test_readers_of_another_shard_or_group_are_refused(engine: Engine) -> 
     with pytest.raises(RequestError, match="reads shard 1, and the caller 0"):
         await engine.lead(lease)
     engine.workers[2].session.kv_worker_id = 0
-    request = session_pb2.RegisterMemoryRequest(namespace="sharded")
-    handle, _ = engine.driver.export(CHUNK, 2)
-    request.allocations.add(ipc_handle=handle, bytes=CHUNK, device_uuid=uuid(2))
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+
+
+async def register_elsewhere(engine: Engine, reader: int) -> None:
+    """Have a reader's memory registered for another namespace."""
+    request = session_pb2.RegisterMemoryRequest(namespace="other")
+    handle, _ = engine.driver.export(CHUNK, reader)
+    request.allocations.add(ipc_handle=handle, bytes=CHUNK, device_uuid=uuid(reader))
     group = request.groups.add(num_blocks=1, blocks_per_chunk=1)
     group.regions.add(allocation=0, offset=0, block_stride=CHUNK, page_bytes=CHUNK)
-    await engine.copies.register_memory(engine.workers[2].session, request)
-    with pytest.raises(RequestError, match="no memory for group None of namespace 'model'"):
-        await engine.lead(lease)
+    await engine.copies.register_memory(engine.workers[reader].session, request)
+
+
+@pytest.mark.parametrize("elsewhere", ["another engine", "shared mode", "another namespace"])
+async def test_who_has_no_memory_registered_is_left_to_itself(
+    engine: Engine, elsewhere: str
+) -> None:
+    group = Group(None, GroupKind.FULL_ATTENTION, 0, (CHUNK,))
+    engine.core.index.register(Namespace("other", 16, 1, (group,), {}))
+    lease = engine.lookup()
+    if elsewhere == "another engine":
+        await engine.leave(2)
+        engine.workers[2] = await engine.worker(2, 2, engine="another")
+    elif elsewhere == "shared mode":
+        await engine.copies.release(engine.workers[2].session)
+    else:
+        await register_elsewhere(engine, 2)
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True, True, False]
+    if elsewhere == "another engine":
+        return
+    assert engine.core.leases.get(lease, "one").locks == 4  # type: ignore[union-attr]
+    if elsewhere == "another namespace":
+        with pytest.raises(RequestError, match="has left this reader to itself: retrieve without"):
+            await engine.ask(2, lease)
+    engine.core.free_locks(engine.workers[2].session, [(lease, 0, 0, None, None)])
+
+
+@pytest.mark.parametrize("elsewhere", ["gone", "another namespace"])
+async def test_a_leader_without_memory_cannot_be_asked(engine: Engine, elsewhere: str) -> None:
+    group = Group(None, GroupKind.FULL_ATTENTION, 0, (CHUNK,))
+    engine.core.index.register(Namespace("other", 16, 1, (group,), {}))
+    lease = engine.lookup()
+    if elsewhere == "gone":
+        await engine.leave(0)
+    else:
+        await register_elsewhere(engine, 0)
+    with pytest.raises(RequestError, match="reader 0, which is to fill reader 1, has registered"):
+        await engine.ask(1, lease)
+    alone = pb.RetrieveRequest(lease_id=lease, block_ids=TARGET)
+    assert await engine.send(1, alone) == [RETRIEVED] * 4
+    assert engine.is_filled(1)
     engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
 
 
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"block_ids": [1]}, "filled_by_another with block_ids"),
-        ({"ready_event": EVENT}, "filled_by_another with block_ids"),
-        ({"also_fill": [2]}, "filled_by_another with block_ids"),
-        ({"end_chunk": 0}, "filled_by_another needs an end_chunk"),
+        ({"block_ids": [1]}, "filled_by with block_ids"),
+        ({"ready_event": EVENT}, "filled_by with block_ids"),
+        ({"also_fill": [2]}, "filled_by with block_ids"),
+        ({"filled_by": 1}, "filled_by 1: that is the reader itself"),
+        ({"end_chunk": 0}, "filled_by needs an end_chunk"),
         ({"reader": 2}, "may ask for shard 0 as reader 1 only"),
         ({"kv_worker_id": 1}, "may ask for shard 0 as reader 1 only"),
         ({"group_idx": 0}, "registered no memory for group 0"),
@@ -407,9 +451,7 @@ async def test_a_wrong_question_is_refused(
 async def test_another_engines_lease_is_no_ones_to_ask_for(engine: Engine) -> None:
     stranger = await engine.worker(1, 1, engine="another")
     lease = engine.lookup()
-    request = pb.RetrieveRequest(
-        lease_id=lease, reader=1, end_chunk=4, filled_by_another=True, timeout_ms=100
-    )
+    request = pb.RetrieveRequest(lease_id=lease, reader=1, end_chunk=4, filled_by=0, timeout_ms=100)
     with pytest.raises(RequestError) as caught:
         await engine.copies.retrieve(stranger.session, request)
     assert caught.value.reason is Reason.FOREIGN_LEASE
@@ -420,7 +462,7 @@ async def test_another_engines_lease_is_no_ones_to_ask_for(engine: Engine) -> No
 async def test_other_modes_have_no_followers(engine: Engine) -> None:
     session = engine.core.open_session(engine_id="one", role=Role.WORKER, worker_id=1)
     lease = engine.lookup()
-    for fields in ({"also_fill": [2]}, {"filled_by_another": True, "end_chunk": 4}):
+    for fields in ({"also_fill": [2]}, {"filled_by": 0, "end_chunk": 4}):
         request = pb.RetrieveRequest(lease_id=lease, reader=1, **fields)  # type: ignore[arg-type]
         with pytest.raises(RequestError) as caught:
             await engine.copies.retrieve(session, request)

@@ -240,7 +240,7 @@ class Session:
         skip_blocks: int = 0,
         ready_event: bytes = b"",
         also_fill: Sequence[int] = (),
-        filled_by_another: bool = False,
+        filled_by: int | None = None,
         timeout: float | None = None,
     ) -> list[ChunkResult]:
         """As :meth:`kvdock.Session.retrieve`."""
@@ -255,7 +255,7 @@ class Session:
             skip_blocks,
             ready_event,
             also_fill,
-            filled_by_another,
+            filled_by,
         )
         return await self._call(call, timeout)
 

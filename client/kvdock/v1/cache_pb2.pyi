@@ -556,7 +556,7 @@ class RetrieveRequest(google.protobuf.message.Message):
     READY_EVENT_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     ALSO_FILL_FIELD_NUMBER: builtins.int
-    FILLED_BY_ANOTHER_FIELD_NUMBER: builtins.int
+    FILLED_BY_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     """The worker's session. 0: none, for a lease without session. On a session stream, 0 is that
     stream's session.
@@ -581,15 +581,17 @@ class RetrieveRequest(google.protobuf.message.Message):
     """
     timeout_ms: builtins.int
     """Server mode: as in StoreRequest."""
-    filled_by_another: builtins.bool
-    """Server mode: this reader is named in another's also_fill. Nothing is copied for this call; its
-    answer is what came of the other, with the same lease, group, first_chunk and end_chunk (as
-    they were sent), whichever of the two calls comes first. What came of a call is kept for 60
-    seconds, for the latest 256 calls a reader, and told once. All chunks are FAILED if the other
-    call fails. If it does not come or does not end within timeout_ms, or this call is cancelled,
-    the reader gives up: all chunks are FAILED, and nothing touches its blocks any more for the
-    other's call. The reader's locks on the range end with this call. 0 for timeout_ms means 30,000
-    here. block_ids, skip_blocks, ready_event and also_fill must be empty.
+    filled_by: builtins.int
+    """Server mode: the reader whose Retrieve names this one in also_fill. Nothing is copied for this
+    call; its answer is what came of the other, with the same lease, group, first_chunk and
+    end_chunk (which must be given), whichever of the two calls comes first. What came of a call is
+    kept for 60 seconds, for the latest 256 calls a reader, and told once. All chunks are FAILED if
+    the other call fails. If it does not come or does not end within timeout_ms, or this call is
+    cancelled, the reader gives up: all chunks are FAILED, and nothing touches its blocks any more
+    for the other's call. The reader's locks on the range end with this call, unless it fails: with
+    FAILED_PRECONDITION (DEVICE_MEMORY) if the other has registered no memory, or has left this
+    reader to itself, which must then retrieve by itself. 0 for timeout_ms means 30,000 here.
+    block_ids, skip_blocks, ready_event and also_fill must be empty.
     """
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -600,13 +602,13 @@ class RetrieveRequest(google.protobuf.message.Message):
     @property
     def also_fill(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Server mode: other readers of the same shard whose registered memory is to get the same bytes,
-        at the same block ids. At most 255, each once, never the caller's own. Each must be a worker of
-        the caller's engine that has registered memory for the group, with as many blocks a chunk; else
-        the call fails and nobody is filled. The copies into all of them start with ready_event, which
-        must therefore stand for everybody's use of the blocks. A reader is filled if it holds a lock on
-        every chunk that the caller holds one on, and not at all otherwise. One that cannot be filled,
-        or whose session ends, costs the others nothing. The locks of all of them on the range end with
-        this call, as the caller's do.
+        at the same block ids. At most 255, each once, never the caller's own. They must have as many
+        blocks a chunk as the caller, and the blocks. The copies into all of them start with
+        ready_event, which must therefore stand for everybody's use of the blocks. A reader is filled if
+        it holds a lock on every chunk that the caller holds one on, and not at all otherwise. One that
+        cannot be filled, or whose session ends, costs the others nothing. The locks of all of them on
+        the range end with this call, as the caller's do; only a reader that has registered no memory
+        for the group (as it is in another mode, for one) is left to itself, with its locks.
         """
 
     def __init__(
@@ -624,10 +626,13 @@ class RetrieveRequest(google.protobuf.message.Message):
         ready_event: builtins.bytes = ...,
         timeout_ms: builtins.int = ...,
         also_fill: collections.abc.Iterable[builtins.int] | None = ...,
-        filled_by_another: builtins.bool = ...,
+        filled_by: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "end_chunk", b"end_chunk", "filled_by_another", b"filled_by_another", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_id", b"session_id", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "filled_by", b"filled_by", "group_idx", b"group_idx"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_id", b"session_id", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_filled_by", b"_filled_by"]) -> typing.Literal["filled_by"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___RetrieveRequest: typing_extensions.TypeAlias = RetrieveRequest

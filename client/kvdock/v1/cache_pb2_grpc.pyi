@@ -340,14 +340,14 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
     the way, and the bytes copied under it must not be used.
 
     Where several workers of an engine read one shard, one call in server mode may serve them all:
-    its caller names the others in also_fill, and they ask with filled_by_another what came of it.
+    its caller names the others in also_fill, and they ask with filled_by what came of it.
     The bytes leave host memory once and go on from the caller's device to the others', where
     devices reach each other, and are copied from host memory for each reader where not.
 
     NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
-    to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller or a reader that it names
-    has registered no memory for the group, (WRONG_MODE) for also_fill and filled_by_another in
-    another mode than server.
+    to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller, or the reader that it
+    names in filled_by, has registered no memory for the group, (WRONG_MODE) for also_fill and
+    filled_by in another mode than server.
     """
 
     Put: _CacheServicePutType
@@ -518,14 +518,14 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         the way, and the bytes copied under it must not be used.
 
         Where several workers of an engine read one shard, one call in server mode may serve them all:
-        its caller names the others in also_fill, and they ask with filled_by_another what came of it.
+        its caller names the others in also_fill, and they ask with filled_by what came of it.
         The bytes leave host memory once and go on from the caller's device to the others', where
         devices reach each other, and are copied from host memory for each reader where not.
 
         NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
-        to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller or a reader that it names
-        has registered no memory for the group, (WRONG_MODE) for also_fill and filled_by_another in
-        another mode than server.
+        to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller, or the reader that it
+        names in filled_by, has registered no memory for the group, (WRONG_MODE) for also_fill and
+        filled_by in another mode than server.
         """
 
     @abc.abstractmethod

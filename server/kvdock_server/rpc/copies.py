@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,13 +51,6 @@ class WorkerMemory:
     namespace: str
     groups: dict[int | None, GroupLayout]
     registration: Registration
-
-
-class _Named(NamedTuple):
-    """A reader that another one's Retrieve names."""
-
-    worker: Session
-    fill: Fill
 
 
 class Copies:
@@ -152,10 +144,10 @@ class Copies:
     ) -> pb.RetrieveResponse:
         """Deliver locked chunks in the way of the session's mode."""
         if session is None or session.mode is not Mode.SERVER:
-            if request.also_fill or request.filled_by_another:
+            if request.also_fill or request.HasField("filled_by"):
                 check_session(session, Mode.SERVER)
             return verbs.retrieve_shared(self._core, session, request)
-        if request.filled_by_another:
+        if request.HasField("filled_by"):
             return await self._ask(session, request)
         group_idx = verbs.group_idx(request)
         located = self._core.locate(
@@ -175,13 +167,13 @@ class Copies:
         try:
             outcomes = await self._load(session, request, key, located, named)
         finally:
-            for reader, (worker, fill) in named.items():
-                self._fills.settle(worker, key, fill, outcomes.get(reader, failed))
+            for reader, fill in named.items():
+                statuses = outcomes.get(reader, failed)
+                self._fills.settle(session.engine_id, reader, key, fill, statuses)
         return self._retrieved(outcomes[request.reader])
 
     async def release(self, session: Session) -> None:
         """End the session's copies and let go of its device memory."""
-        self._fills.end(session)
         memory = self._memory.pop(session, None)
         if memory is not None:
             await memory.registration.close()
@@ -192,7 +184,7 @@ class Copies:
         request: pb.RetrieveRequest,
         key: FillKey,
         located: Sequence[LocatedShard | None],
-        named: Mapping[int, _Named],
+        named: Mapping[int, Fill],
     ) -> dict[int, list[Status]]:
         """Copy for the caller and the readers it names; the status of each chunk for each reader.
 
@@ -204,14 +196,16 @@ class Copies:
         blocks = _block_ids(request.block_ids, layout, len(located), skip_blocks=skip)
         event = _event(request.ready_event)
         shards = {i: shard for i, shard in enumerate(located) if shard is not None}
-        self._check_named(session, request, layout, int(blocks.max(initial=0)))
-        readers = [request.reader, *named]
+        self._check_named(session, named, layout, key, int(blocks.max(initial=0)))
+        readers = [request.reader, *(r for r, fill in named.items() if fill.reader is not None)]
         outcomes = {reader: [types.CHUNK_STATUS_NOT_LOCKED] * len(located) for reader in readers}
         locked = [key.first_chunk + index for index in shards]
         followers: dict[int, Follower] = {}
-        for reader, (worker, fill) in named.items():
-            if self._core.holds(session, key.lease_id, key.group_idx, locked, reader):
-                followers[reader] = fill.follower = self._memory[worker].registration.follower()
+        for reader, fill in named.items():
+            held = self._core.holds(session, key.lease_id, key.group_idx, locked, reader)
+            if fill.reader is not None and held:
+                fill.follower = self._memory[fill.reader].registration.follower()
+                followers[reader] = fill.follower
         parts = [shard.part for shard in shards.values()]
         self._core.index.pin(parts)
         statuses = dict.fromkeys([request.reader, *followers], types.CHUNK_STATUS_FAILED)
@@ -251,20 +245,26 @@ class Copies:
         key = _asked_for(session, request)
         seconds = _seconds(request.timeout_ms or DEFAULT_ASK_MS)
         # FOREIGN_LEASE whatever else; a lease that ended is fine if the other call ended it.
-        known = self._core.lease_readers(session, key.lease_id)
-        if not known and not self._fills.is_led(session, key):
+        namespace = self._core.lease_namespace(session, key.lease_id)
+        fill = self._fills.get(session, key)
+        if fill is not None and fill.is_led:
+            if fill.reader is not session:
+                self._fills.forget(session.engine_id, session.worker_id, key, fill)
+                raise _by_itself(request, "has left this reader to itself")
+        elif not namespace:
             raise RequestError(
                 Reason.UNKNOWN_LEASE,
                 f"lease {key.lease_id} ended or is of an earlier epoch: look up again",
             )
-        if known:
-            namespace = self._core.lease_namespace(session, key.lease_id)
+        else:
             self._layout(session, namespace, key.group_idx)
+            if self._reader(session, request.filled_by, namespace, key.group_idx) is None:
+                raise _by_itself(request, "has registered no memory for the group")
         fill = self._fills.ask(session, key)
         try:
             statuses = await fill.ask(seconds)
         finally:
-            self._fills.forget(session, key, fill)
+            self._fills.forget(session.engine_id, session.worker_id, key, fill)
             self._core.end_retrieve(session, *key, [request.reader])
         if statuses is None:
             logger.warning(
@@ -281,51 +281,49 @@ class Copies:
 
     def _named(
         self, session: Session, request: pb.RetrieveRequest, key: FillKey
-    ) -> dict[int, _Named]:
-        """The readers in also_fill that have memory to fill; RequestError if the list is wrong."""
-        readers = request.also_fill
-        if len(readers) >= MAX_READERS:
-            raise invalid(f"{len(readers)} readers in also_fill: at most {MAX_READERS - 1}")
-        if request.reader in readers or len(set(readers)) != len(readers):
+    ) -> dict[int, Fill]:
+        """The shares of the readers in also_fill; RequestError if the list is wrong."""
+        named = request.also_fill
+        if len(named) >= MAX_READERS:
+            raise invalid(f"{len(named)} readers in also_fill: at most {MAX_READERS - 1}")
+        if request.reader in named or len(set(named)) != len(named):
             raise invalid(
-                f"also_fill {list(readers)} of reader {request.reader}: each other reader once"
+                f"also_fill {list(named)} of reader {request.reader}: each other reader once"
             )
+        readers = self._core.lease_readers(session, key.lease_id)
+        if max(named, default=0) >= readers:
+            raise invalid(
+                f"reader {max(named)} in also_fill: the lease was given to {readers} readers"
+            )
+        namespace = self._core.lease_namespace(session, key.lease_id)
         return {
-            reader: _Named(worker, self._fills.lead(worker, key))
-            for reader in readers
-            if (worker := self._registered(session, reader)) is not None
+            reader: self._fills.lead(
+                session.engine_id,
+                reader,
+                key,
+                self._reader(session, reader, namespace, key.group_idx),
+            )
+            for reader in named
         }
 
     def _check_named(
-        self, session: Session, request: pb.RetrieveRequest, layout: GroupLayout, last_block: int
+        self,
+        session: Session,
+        named: Mapping[int, Fill],
+        layout: GroupLayout,
+        key: FillKey,
+        last_block: int,
     ) -> None:
-        """RequestError unless all readers in also_fill can get the caller's blocks."""
-        readers = self._core.lease_readers(session, request.lease_id)
-        namespace = self._core.lease_namespace(session, request.lease_id)
-        for reader in request.also_fill:
-            if reader >= readers:
+        """RequestError unless the readers can get the caller's blocks."""
+        for reader, fill in named.items():
+            if fill.reader is None:
+                continue
+            if fill.reader.kv_worker_id != session.kv_worker_id:
                 raise invalid(
-                    f"reader {reader} in also_fill: the lease was given to {readers} readers"
+                    f"reader {reader} in also_fill reads shard {fill.reader.kv_worker_id}, and "
+                    f"the caller {session.kv_worker_id}: they must be the same"
                 )
-            worker = self._registered(session, reader)
-            if worker is None:
-                raise RequestError(
-                    Reason.DEVICE_MEMORY,
-                    f"reader {reader} in also_fill: no worker {reader} of this engine has "
-                    "registered device memory: its session must send register_memory first",
-                )
-            if worker.kv_worker_id != session.kv_worker_id:
-                raise invalid(
-                    f"reader {reader} in also_fill reads shard {worker.kv_worker_id}, and the "
-                    f"caller {session.kv_worker_id}: they must be the same"
-                )
-            theirs = self._group(worker, namespace, verbs.group_idx(request))
-            if theirs is None:
-                raise RequestError(
-                    Reason.DEVICE_MEMORY,
-                    f"reader {reader} in also_fill has registered no memory for group "
-                    f"{verbs.group_idx(request)} of namespace {namespace!r}",
-                )
+            theirs = self._memory[fill.reader].groups[key.group_idx]
             if theirs.blocks_per_chunk != layout.blocks_per_chunk:
                 raise invalid(
                     f"reader {reader} in also_fill has {theirs.blocks_per_chunk} blocks a chunk, "
@@ -351,16 +349,15 @@ class Copies:
         for follower in registered.values():
             leader.expect_follower(follower)
 
-    def _registered(self, session: Session, reader: int) -> Session | None:
-        """The session of a worker of the same engine that has registered memory."""
-        return next(
-            (
-                worker
-                for worker in reversed(self._memory)  # the latest first
-                if (worker.engine_id, worker.worker_id) == (session.engine_id, reader)
-            ),
-            None,
-        )
+    def _reader(
+        self, session: Session, reader: int, namespace: str, group_idx: int | None
+    ) -> Session | None:
+        """The session of a reader of the same engine, if it has registered memory for the group."""
+        for worker in reversed(self._memory):  # the latest first
+            if (worker.engine_id, worker.worker_id) == (session.engine_id, reader):
+                has_group = self._group(worker, namespace, group_idx) is not None
+                return worker if has_group else None
+        return None
 
     async def _open(
         self, session: Session, request: session_pb2.RegisterMemoryRequest
@@ -415,23 +412,33 @@ class Copies:
 
 
 def _asked_for(session: Session, request: pb.RetrieveRequest) -> FillKey:
-    """What a Retrieve with filled_by_another asks for; RequestError if a field is wrong."""
+    """What a Retrieve with filled_by asks for; RequestError if a field is wrong."""
     if (request.kv_worker_id, request.reader) != (session.kv_worker_id, session.worker_id):
         raise invalid(
             f"shard {request.kv_worker_id} and reader {request.reader}: this session may ask for "
             f"shard {session.kv_worker_id} as reader {session.worker_id} only"
         )
+    if request.filled_by == request.reader:
+        raise invalid(f"filled_by {request.filled_by}: that is the reader itself")
     if request.block_ids or request.skip_blocks or request.ready_event or request.also_fill:
         raise invalid(
-            "filled_by_another with block_ids, skip_blocks, ready_event or also_fill: those are "
-            "for the reader that fills this one"
+            "filled_by with block_ids, skip_blocks, ready_event or also_fill: those are for the "
+            "reader that fills this one"
         )
     first, end = request.first_chunk, request.end_chunk
     if not 1 <= end - first <= MAX_KEYS:
         raise invalid(
-            f"chunks [{first}, {end}): from 1 to {MAX_KEYS}; filled_by_another needs an end_chunk"
+            f"chunks [{first}, {end}): from 1 to {MAX_KEYS}; filled_by needs an end_chunk"
         )
     return FillKey(request.lease_id, verbs.group_idx(request), first, end)
+
+
+def _by_itself(request: pb.RetrieveRequest, why: str) -> RequestError:
+    return RequestError(
+        Reason.DEVICE_MEMORY,
+        f"reader {request.filled_by}, which is to fill reader {request.reader}, {why}: retrieve "
+        "without filled_by",
+    )
 
 
 def _event(ipc_handle: bytes) -> bytes:

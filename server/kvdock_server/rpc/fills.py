@@ -1,8 +1,8 @@
 """Where two calls about one share of a load meet: the one that copies, and the one that asks.
 
 A Retrieve with also_fill, the leader's, copies for other readers, too; each of those sends one with
-filled_by_another to hear what came of its share. Either may come first. A leader's outcome that
-nobody asks for is kept for a while.
+filled_by to hear what came of its share. Either may come first. An outcome that nobody asks for is
+kept for a while.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Status: TypeAlias = types.ChunkStatus.ValueType
 
 KEPT_SECONDS = 60.0
 MOST_KEPT = 256
-"""Outcomes of one session that were not asked for."""
+"""Outcomes of one reader that were not asked for."""
 
 
 class FillKey(NamedTuple):
@@ -38,9 +38,11 @@ class Fill:
     def __init__(self) -> None:
         self.outcome: asyncio.Future[Sequence[Status]] = asyncio.get_running_loop().create_future()
         """The status of each chunk, once the leader's call has ended."""
-        self.follower: Follower | None = None
-        """Set by the leader's call."""
         self.is_led = False
+        self.reader: Session | None = None
+        """Whom the leader's call fills; None if the reader is left to itself."""
+        self.follower: Follower | None = None
+        """Set by the leader's call for as long as it copies."""
         self.asking = 0
 
     async def ask(self, seconds: float) -> Sequence[Status] | None:
@@ -61,55 +63,55 @@ class Fill:
 
 
 class Fills:
-    """The shares of all sessions. Each belongs to the session of its reader."""
+    """The shares of all readers of all engines."""
 
     def __init__(self) -> None:
-        self._fills: dict[Session, OrderedDict[FillKey, Fill]] = {}
+        self._fills: dict[tuple[str, int], OrderedDict[FillKey, Fill]] = {}
 
-    def lead(self, session: Session, key: FillKey) -> Fill:
-        """The share, for the call that copies."""
-        fill = self._of(session).get(key)
+    def lead(self, engine_id: str, reader: int, key: FillKey, session: Session | None) -> Fill:
+        """The share, for the call that copies; ``session`` is the reader's, if it has memory."""
+        fills = self._of(engine_id, reader)
+        fill = fills.get(key)
         if fill is None or fill.is_led:
-            fill = self._add(session, key)
+            fill = _add(fills, key)
         fill.is_led = True
+        fill.reader = session
         return fill
 
     def settle(
-        self, session: Session, key: FillKey, fill: Fill, statuses: Sequence[Status]
+        self, engine_id: str, reader: int, key: FillKey, fill: Fill, statuses: Sequence[Status]
     ) -> None:
         """The call that copies has ended, for the reader with these statuses."""
         fill.outcome.set_result(statuses)
-        asyncio.get_running_loop().call_later(KEPT_SECONDS, self.forget, session, key, fill)
+        loop = asyncio.get_running_loop()
+        loop.call_later(KEPT_SECONDS, self.forget, engine_id, reader, key, fill)
+
+    def get(self, session: Session, key: FillKey) -> Fill | None:
+        """A reader's share, if one of the calls has come and is not forgotten."""
+        fills = self._fills.get((session.engine_id, session.worker_id))
+        return fills.get(key) if fills is not None else None
 
     def ask(self, session: Session, key: FillKey) -> Fill:
         """The share, for the call that asks; ``forget`` must follow."""
-        return self._of(session).get(key) or self._add(session, key)
+        fills = self._of(session.engine_id, session.worker_id)
+        return fills.get(key) or _add(fills, key)
 
-    def is_led(self, session: Session, key: FillKey) -> bool:
-        """True if there is or was a call that copies, and its outcome is kept."""
-        fills = self._fills.get(session)
-        return fills is not None and key in fills and fills[key].is_led
-
-    def forget(self, session: Session, key: FillKey, fill: Fill) -> None:
+    def forget(self, engine_id: str, reader: int, key: FillKey, fill: Fill) -> None:
         """The outcome has been told, or is not wanted any more."""
-        fills = self._fills.get(session)
+        fills = self._fills.get((engine_id, reader))
         if fills is not None and fills.get(key) is fill:
             del fills[key]
             if not fills:
-                del self._fills[session]
+                del self._fills[engine_id, reader]
 
-    def end(self, session: Session) -> None:
-        """Forget what is kept for a session."""
-        self._fills.pop(session, None)
+    def _of(self, engine_id: str, reader: int) -> OrderedDict[FillKey, Fill]:
+        return self._fills.setdefault((engine_id, reader), OrderedDict())
 
-    def _of(self, session: Session) -> OrderedDict[FillKey, Fill]:
-        return self._fills.setdefault(session, OrderedDict())
 
-    def _add(self, session: Session, key: FillKey) -> Fill:
-        fills = self._of(session)
-        kept = [each for each, fill in fills.items() if fill.outcome.done() and not fill.asking]
-        for oldest in kept[: max(0, len(kept) - MOST_KEPT + 1)]:
-            del fills[oldest]
-        fills[key] = fill = Fill()
-        fills.move_to_end(key)
-        return fill
+def _add(fills: OrderedDict[FillKey, Fill], key: FillKey) -> Fill:
+    kept = [each for each, fill in fills.items() if fill.outcome.done() and not fill.asking]
+    for oldest in kept[: max(0, len(kept) - MOST_KEPT + 1)]:
+        del fills[oldest]
+    fills[key] = fill = Fill()
+    fills.move_to_end(key)
+    return fill
