@@ -30,6 +30,7 @@ def test_the_table_of_four_by_two_without_mla() -> None:
     assert [r.kv_worker_id for r in table] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [r.is_first_tp_rank for r in table] == [True, False, False, False] * 2
     assert all(r.stores for r in table)
+    assert {(r.filled_by, r.fills) for r in table} == {(None, ())}
     assert {(r.world_size, r.kv_world_size, r.readers_per_shard) for r in table} == {(8, 8, 1)}
 
 
@@ -39,6 +40,8 @@ def test_the_table_of_four_by_two_with_mla() -> None:
     assert [r.pipeline_rank for r in table] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [r.kv_worker_id for r in table] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [r.stores for r in table] == [True, False, False, False] * 2
+    assert [r.filled_by for r in table] == [None, 0, 0, 0, None, 4, 4, 4]
+    assert [r.fills for r in table] == [(1, 2, 3), (), (), (), (5, 6, 7), (), (), ()]
     assert {(r.world_size, r.kv_world_size, r.readers_per_shard) for r in table} == {(8, 2, 4)}
 
 
@@ -49,6 +52,8 @@ def test_the_table_of_two_by_four_with_mla() -> None:
     assert [r.pipeline_rank for r in table] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [r.kv_worker_id for r in table] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [r.stores for r in table] == [True, False] * 4
+    assert [r.filled_by for r in table] == [None, 0, None, 2, None, 4, None, 6]
+    assert [r.fills for r in table] == [(1,), (), (3,), (), (5,), (), (7,), ()]
     assert {(r.world_size, r.kv_world_size, r.readers_per_shard) for r in table} == {(8, 4, 2)}
 
 
@@ -65,6 +70,11 @@ def test_every_shard_is_stored_once_and_read_by_all_who_hold_it(
         assert len(readers) == table[0].readers_per_shard
         # A shard is of one pipeline stage; with MLA it is the stage's only one.
         assert len({r.pipeline_rank for r in readers}) == 1
+        # One loads for all.
+        (leader,) = (r for r in readers if r.filled_by is None)
+        assert leader.stores
+        assert [leader.worker_id, *leader.fills] == [r.worker_id for r in readers]
+        assert all(r.filled_by == leader.worker_id for r in readers if r is not leader)
         if mla:
             assert [r.tensor_rank for r in readers] == list(range(tensor))
     assert [(r.pipeline_rank, r.tensor_rank) for r in table] == list(

@@ -36,6 +36,7 @@ class ParallelStrategy:
         with MLA: kv_world_size 2, four readers a shard
           kv_worker_id  worker_id // 4  0   0   0   0   1   1   1   1
           stores                        x   .   .   .   x   .   .   .
+          filled_by                     .   0   0   0   .   4   4   4
 
     Raises ValueError, naming the sizes, for a combination that is not supported.
     """
@@ -102,6 +103,19 @@ class ParallelStrategy:
     def kv_worker_id(self) -> int:
         """The shard that this worker stores or reads."""
         return self.worker_id // self.readers_per_shard
+
+    @property
+    def filled_by(self) -> int | None:
+        """The worker whose loads fill this one's blocks too; None for one that loads by itself."""
+        first = self.kv_worker_id * self.readers_per_shard
+        return first if first != self.worker_id else None
+
+    @property
+    def fills(self) -> tuple[int, ...]:
+        """The other workers whose blocks a load of this one fills."""
+        if self.filled_by is not None:
+            return ()
+        return tuple(range(self.worker_id + 1, self.worker_id + self.readers_per_shard))
 
     @property
     def stores(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvdock import Session
+from kvdock.errors import DeviceMemory
 from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.copier import CopyStoppedError
@@ -14,6 +16,8 @@ from kvdock_vllm.transfers.base import Copies, Mark, Stop, answer
 if TYPE_CHECKING:
     from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
 
+_log = logging.getLogger(__name__)
+
 # Within these the server copies. Then it stops by itself, at the latest with the piece it is at.
 _LOAD_SECONDS = 10.0
 _STORE_SECONDS = 4.0
@@ -21,7 +25,11 @@ _PIECE_SECONDS = 1.0
 
 
 class ServerCopies(Copies):
-    """Has the server copy. The session must have registered the memory."""
+    """Has the server copy. The session must have registered the memory.
+
+    Of workers that read the same shard one loads for all (``ParallelStrategy.fills``): the bytes
+    cross the link to the host once. The others only ask what came of it.
+    """
 
     def __init__(self, strategy: ParallelStrategy) -> None:
         self._strategy = strategy
@@ -44,14 +52,24 @@ class ServerCopies(Copies):
             end_chunk=group.end_chunk,
             kv_worker_id=self._strategy.kv_worker_id,
             reader=self._strategy.worker_id,
-            block_ids=group.block_ids,
-            skip_blocks=group.skip_blocks,
-            ready_event=ready.event,
             timeout_ms=round(_LOAD_SECONDS * 1000),
         )
-        seconds = _LOAD_SECONDS + _PIECE_SECONDS
-        response = answer(session.submit(request), "Retrieve", seconds)
-        return [chunk.status == ChunkStatus.RETRIEVED.value for chunk in response.chunks]
+        if self._strategy.filled_by is not None:
+            asking = cache_pb2.RetrieveRequest(filled_by=self._strategy.filled_by)
+            asking.MergeFrom(request)
+            try:
+                return _retrieve(session, asking)
+            except DeviceMemory as refused:
+                # The other worker is in another mode, or its memory is not registered yet.
+                _log.debug("this worker loads by itself: %s", refused.message)
+        # What this worker had queued stands for the others too. In every layer their attention
+        # comes before an all-reduce that the kernels queued here wait for, so blocks that this
+        # worker uses no more they use no more either.
+        request.ready_event = ready.event
+        request.block_ids.extend(group.block_ids)
+        request.skip_blocks = group.skip_blocks
+        request.also_fill.extend(self._strategy.fills)
+        return _retrieve(session, request)
 
     def store(
         self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
@@ -71,3 +89,8 @@ class ServerCopies(Copies):
         seconds = _STORE_SECONDS + _PIECE_SECONDS
         response = answer(session.submit(request), "Store", seconds)
         return [ChunkStatus(status) for status in response.statuses]
+
+
+def _retrieve(session: Session, request: cache_pb2.RetrieveRequest) -> list[bool]:
+    response = answer(session.submit(request), "Retrieve", _LOAD_SECONDS + _PIECE_SECONDS)
+    return [chunk.status == ChunkStatus.RETRIEVED.value for chunk in response.chunks]

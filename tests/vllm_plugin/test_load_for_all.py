@@ -1,0 +1,123 @@
+"""Server mode under MLA: one rank loads for all, against the server's own verbs on host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdock import errors
+from kvdock.v1 import types_pb2
+from kvdock_server.errors import RequestError
+from kvdock_server.rpc.status import to_proto
+from kvdock_server.transfer import gpu
+from kvdock_vllm.metadata import GroupLoad, Target
+from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.transfers.base import Mark
+from kvdock_vllm.transfers.server import ServerCopies
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+from test_fills import CHUNK, KEYS, READERS, TARGET, Engine
+
+LOAD = GroupLoad(0, None, 0, len(KEYS), 0, tuple(TARGET))
+
+
+class Session:
+    """A rank's session with the server's verbs, without the stream between them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine, rank: int) -> None:
+        self._loop = loop
+        self._engine = engine
+        self._rank = rank
+        self.sent: list[Any] = []
+
+    def submit(self, request: Any) -> Future[Any]:
+        self.sent.append(request)
+        return asyncio.run_coroutine_threadsafe(self._retrieve(request), self._loop)
+
+    async def _retrieve(self, request: Any) -> Any:
+        try:
+            session = self._engine.workers[self._rank].session
+            return await self._engine.copies.retrieve(session, request)
+        except RequestError as error:
+            message: types_pb2.Error = to_proto(error)
+            raise errors.from_stream_error(message) from error
+
+
+class Ranks:
+    """A server, and the transfers of all ranks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.engine = self.run(self._start(monkeypatch))
+        self.sessions = [Session(self._loop, self.engine, rank) for rank in range(READERS)]
+        self.copies = [ServerCopies(ParallelStrategy(True, READERS, 1, r)) for r in range(READERS)]
+
+    async def _start(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
+        engine = Engine()
+        monkeypatch.setattr(gpu, "load_driver", lambda: engine.driver)
+        await engine.start()
+        return engine
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+
+    def load(self, lease: int, ranks: list[int]) -> list[list[bool]]:
+        """What these ranks report, all loading at once."""
+
+        def one(rank: int) -> list[bool]:
+            session: Any = self.sessions[rank]
+            target = Target(1, "model", 16)
+            return self.copies[rank].load(session, target, lease, LOAD, Mark(), lambda: False)
+
+        with ThreadPoolExecutor(READERS) as threads:
+            return list(threads.map(one, ranks))
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    ranks = Ranks(monkeypatch)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+def test_one_rank_loads_for_all(ranks: Ranks, order: list[int]) -> None:
+    lease = ranks.engine.lookup()
+    assert ranks.load(lease, order) == [[True] * 4] * 3
+    assert [ranks.engine.is_filled(rank) for rank in range(3)] == [True] * 3
+    assert [len(session.sent) for session in ranks.sessions] == [1, 1, 1]
+    assert all(not session.sent[0].block_ids for session in ranks.sessions[1:])
+    counters, nbytes = ranks.engine.core.counters, len(KEYS) * CHUNK
+    assert (counters.host_to_device_bytes, counters.device_to_device_bytes) == (nbytes, 2 * nbytes)
+
+
+def test_ranks_load_by_themselves_where_the_first_one_cannot(ranks: Ranks) -> None:
+    lease = ranks.engine.lookup()
+    ranks.run(ranks.engine.leave(0))
+    assert ranks.load(lease, [1, 2]) == [[True] * 4] * 2
+    assert [ranks.engine.is_filled(rank) for rank in range(3)] == [False, True, True]
+
+
+def test_a_rank_in_another_mode_keeps_its_locks(ranks: Ranks) -> None:
+    lease = ranks.engine.lookup()
+    ranks.run(ranks.engine.copies.release(ranks.engine.workers[2].session))
+    assert ranks.load(lease, [0, 1]) == [[True] * 4] * 2
+    held = ranks.engine.core.leases.get(lease, "one")
+    assert held is not None
+    assert held.locks == len(KEYS)
+    ranks.engine.core.leases.release(held)
