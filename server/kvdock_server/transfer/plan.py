@@ -55,9 +55,9 @@ class CopyPrices(NamedTuple):
 
 COPY_PRICES = CopyPrices(
     link_bytes_per_us=54_500,
-    segment_us=0.15,
-    least_segment_us=0.6,
-    rectangle_us=2.5,
+    segment_us=0.06,
+    least_segment_us=1.2,
+    rectangle_us=3.2,
     stage_segments_below=0.85,
     stage_rectangles_below=0.75,
     stage_from_bytes=64 << 20,
@@ -79,8 +79,8 @@ GB/s from device to host / from host to device; beside an engine with the engine
     rectangles of 64 layers x 8 KiB       45.1 / 41.9
     by a kernel, through the server       54.1 / 54.4    53.4 x 1.14 / 54.2 x 1.19
 
-The driver takes 0.5 to 1.2 us of a processor for each segment, which with short segments is the
-limit on a busy host, and the reason why the server gets less out of them than a bare loop does.
+The driver takes 0.5 us of a processor for each segment, and up to 1.2 us in the server, so segments
+shorter than what the link moves meanwhile, 64 KiB, leave it idle.
 """
 
 PIECE_US = 1200.0
