@@ -17,7 +17,8 @@ from kvdock import Client, Group, GroupKind, Namespace, SessionRole
 from kvdock.types import ChunkStatus, Location, TransferMode
 from kvdock_vllm.copier import CopyStoppedError
 from kvdock_vllm.cuda import Driver
-from kvdock_vllm.layout import GroupLayout, GroupShape, layer_regions
+from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.layout import GroupLayout, layer_regions
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers.base import Mark
 from kvdock_vllm.transfers.device import DeviceTransfers

@@ -14,8 +14,10 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from kvdock import ChunkEventData, GroupKind
 from kvdock.events import Medium, Removed, Stored
 from kvdock_vllm.events import GroupLabel, Teller, _Published
+from kvdock_vllm.groups import GroupShape
 
 SCHEME = "this engine's"
+BLOCKS_OF_8 = GroupShape(None, GroupKind.FULL_ATTENTION, 8, ("layer",))
 LABELS = {
     None: GroupLabel("full_attention", None),
     0: GroupLabel("full_attention", None),
@@ -174,25 +176,36 @@ def request(tokens: int, hash_tokens: int) -> Any:
 
 def test_what_is_told_of_chunks() -> None:
     asked = request(70, hash_tokens=8)
-    second, third = _Teller(8).tell(asked, 1, 3, chunk_tokens=16, block_tokens=8)
+    second, third = _Teller(8).tell(asked, BLOCKS_OF_8, 1, 3, 16)
     assert second.block_hashes == tuple(asked.block_hashes[2:4])
     assert second.parent_block_hash == asked.block_hashes[1]
     assert third.block_hashes == tuple(asked.block_hashes[4:6])
     assert third.token_ids == b"".join(n.to_bytes(4, "little") for n in range(32, 48))
     assert (third.block_size, third.lora_name, third.hash_scheme) == (8, "", SCHEME)
-    (first,) = _Teller(8).tell(asked, 0, 1, chunk_tokens=16, block_tokens=8)
+    (first,) = _Teller(8).tell(asked, BLOCKS_OF_8, 0, 1, 16)
     assert first.parent_block_hash == b""
+
+
+def test_of_a_window_only_what_is_stored_is_told() -> None:
+    asked = request(70, hash_tokens=4)
+    shape = GroupShape(1, GroupKind.SLIDING_WINDOW, 8, ("layer",), window_tokens=10)
+    first, second = _Teller(4).tell(asked, shape, 0, 2, 32)
+    # The last two of each chunk's four blocks.
+    assert first.block_hashes == (asked.block_hashes[5], asked.block_hashes[7])
+    assert first.parent_block_hash == asked.block_hashes[3]
+    assert second.block_hashes == (asked.block_hashes[13], asked.block_hashes[15])
+    assert second.token_ids == b"".join(n.to_bytes(4, "little") for n in range(48, 64))
 
 
 def test_a_larger_block_has_the_hash_of_its_end() -> None:
     asked = request(70, hash_tokens=4)
-    (second,) = _Teller(4).tell(asked, 1, 2, chunk_tokens=16, block_tokens=8)
+    (second,) = _Teller(4).tell(asked, BLOCKS_OF_8, 1, 2, 16)
     assert second.block_hashes == (asked.block_hashes[5], asked.block_hashes[7])
     assert second.parent_block_hash == asked.block_hashes[3]
 
 
 def test_nothing_is_told_of_what_is_not_hashed() -> None:
     asked = request(31, hash_tokens=8)
-    assert len(_Teller(8).tell(asked, 0, 1, chunk_tokens=16, block_tokens=8)) == 1
-    assert _Teller(8).tell(asked, 0, 2, chunk_tokens=16, block_tokens=8) == ()
-    assert _Teller(16).tell(asked, 0, 1, chunk_tokens=16, block_tokens=8) == ()
+    assert len(_Teller(8).tell(asked, BLOCKS_OF_8, 0, 1, 16)) == 1
+    assert _Teller(8).tell(asked, BLOCKS_OF_8, 0, 2, 16) == ()
+    assert _Teller(16).tell(asked, BLOCKS_OF_8, 0, 1, 16) == ()

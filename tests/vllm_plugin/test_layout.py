@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,8 @@ import pytest
 import torch
 from kv_tensors import by_vllm_layout
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
     KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -24,9 +18,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvdock_vllm.copier import Copier, Part
 from kvdock_vllm.layout import (
     UnsupportedLayoutError,
-    fitting_chunk_tokens,
     group_layout,
-    group_shapes,
     page_order,
 )
 
@@ -101,55 +93,3 @@ def test_a_tensor_that_is_not_what_its_spec_says_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedLayoutError, match=message):
         group_layout(KVCacheGroupSpec(["a"], spec()), caches, 6)
-
-
-def one_group(kv_spec: Any) -> KVCacheConfig:
-    return KVCacheConfig(6, [], [KVCacheGroupSpec(["a"], kv_spec)])
-
-
-def sink() -> Any:
-    return SinkFullAttentionSpec(
-        block_size=4, num_kv_heads=2, head_size=8, dtype=torch.float16, sink_len=4
-    )
-
-
-def local() -> Any:
-    return ChunkedLocalAttentionSpec(
-        block_size=4, num_kv_heads=2, head_size=8, dtype=torch.float16, attention_chunk_size=64
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (sink, "SinkFullAttentionSpec"),
-        (local, "ChunkedLocalAttentionSpec"),
-        (lambda: spec(non_causal=True), "non-causally"),
-    ],
-)
-def test_caches_with_rules_of_their_own_are_refused_by_name(
-    make: Callable[[], Any], named: str
-) -> None:
-    with pytest.raises(UnsupportedLayoutError, match=named):
-        group_shapes(one_group(make()))
-
-
-def test_several_groups_are_refused() -> None:
-    two = KVCacheConfig(6, [], [KVCacheGroupSpec(["a"], spec()), KVCacheGroupSpec(["b"], spec())])
-    with pytest.raises(UnsupportedLayoutError, match="2 KV-cache groups"):
-        group_shapes(two)
-
-
-def test_mla_and_windows_treated_as_full_attention_are_taken() -> None:
-    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-    assert group_shapes(one_group(latent))[0].block_tokens == 16
-    assert group_shapes(one_group(spec(sliding_window=64)))[0].block_tokens == 4
-
-
-@pytest.mark.parametrize(
-    ("wanted", "block", "chunk"), [(256, 16, 256), (256, 128, 256), (256, 96, 288), (1, 32, 32)]
-)
-def test_chunks_consist_of_whole_blocks(wanted: int, block: int, chunk: int) -> None:
-    shapes = group_shapes(one_group(spec(tokens=block)))
-    assert fitting_chunk_tokens(wanted, shapes) == chunk
-    assert math.gcd(chunk, block) == block

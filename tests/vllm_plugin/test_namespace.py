@@ -15,7 +15,8 @@ from modelkit import Llama, make_checkpoint
 from vllm import EngineArgs
 
 from kvdock.types import GroupKind, Namespace
-from kvdock_vllm.layout import GroupShape, UnsupportedLayoutError
+from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.layout import UnsupportedLayoutError
 from kvdock_vllm.metadata import GroupPages, WorkerDescription
 from kvdock_vllm.namespace import derive_namespace
 from kvdock_vllm.parallel import ParallelStrategy

@@ -113,7 +113,8 @@ class EngineLife(RuleBasedStateMachine):
         assert self.engine is not None
         for load in self.engine.connector._of_scheduler._loads.values():
             if load.lookup is not None:
-                load.lookup.free(chunk, chunk + 1)
+                session = load.lookup.live.session
+                session.free_locks(load.lookup.lease_id, chunk, chunk + 1)
 
     @rule()
     def kill_the_server(self) -> None:

@@ -390,8 +390,9 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
             yield piece
 
     monkeypatch.setattr(Copier, "_pieces", held)
-    engine = start_engine()
-    engine.add("r", prompt(C + 9), max_tokens=9)
+    # 12 blocks, of which the request has 5.
+    engine = start_engine(num_blocks=13)
+    engine.add("r", prompt(C + 9), max_tokens=7)
     while not reached.wait(0.01):
         engine.step()
     (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
@@ -399,12 +400,14 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     engine.step()
     (others,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
     assert not set(blocks) & set(others)
-    # Whoever has the blocks now writes there, while the copy goes on.
-    for view in engine.ranks[0].views:
-        view.reshape(-1, BLOCK_TOKENS, view.shape[1])[blocks] = 0xEE
+    # Whoever gets the blocks now writes there, while the copy goes on.
+    engine.add("heir", prompt(7 * BLOCK_TOKENS, seed=1))
+    engine.step()
+    (inherited,) = engine.scheduler.kv_cache_manager.get_block_ids("heir")
     go_on.set()
+    assert set(blocks[:4]) <= set(inherited)
     engine.run()
-    warm = start_engine().generate(prompt(C + 9), max_tokens=9, kv_transfer_params=ASK)
+    warm = start_engine().generate(prompt(C + 9), max_tokens=7, kv_transfer_params=ASK)
     assert warm.tokens == engine.outcomes["r"].tokens
     assert extra(warm) == C, "what the resumed request stored is there"
 

@@ -20,7 +20,8 @@ import torch
 import kvdock
 from kvdock.types import BlockRegion, ChunkStatus, DeviceAllocation, GroupMemory, TransferMode
 from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.layout import GroupLayout, GroupShape, Region
+from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.layout import GroupLayout, Region
 from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers import HostMover, Mark, SharedTransfers

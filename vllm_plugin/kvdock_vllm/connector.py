@@ -12,11 +12,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 
 from kvdock_vllm import offloading_alias
@@ -176,6 +178,13 @@ class KVDockConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return self._of_worker.get_finished(self._step)
 
+    @_never_raises(lambda: base.KVConnectorTransferResults())
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
+        """Asked instead of :meth:`get_finished`, by versions that may have several groups."""
+        stored, loaded = self._of_worker.get_finished(self._step)
+        failed = self._of_worker.take_failed_loads()
+        return base.KVConnectorTransferResults(stored, loaded, failed)
+
     @_never_raises(lambda: set[int]())
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._of_worker.take_failed_blocks()
@@ -233,7 +242,14 @@ class KVDockConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._of_scheduler.request_finished(request)
+        return self._of_scheduler.request_finished(request, (block_ids,))
+
+    @_never_raises(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Asked instead of :meth:`request_finished`, of what ``SupportsHMA``."""
+        return self._of_scheduler.request_finished(request, block_ids)
 
     @_never_raises(lambda: list[Any]())
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -269,6 +285,12 @@ class KVDockConnector(KVConnectorBase_V1):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# vLLM gives a model several groups if its connector supports that (HMA). What a load that failed
+# left in several groups, only later versions can be told of; before, all layers are one group.
+if hasattr(base, "KVConnectorTransferResults"):
+    SupportsHMA.register(KVDockConnector)
 
 
 def _on_cuda() -> bool:

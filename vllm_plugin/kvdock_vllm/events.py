@@ -30,6 +30,7 @@ from kvdock.errors import KVDockError, NoEventLog
 from kvdock.events import Filter, Follower, Index, PartId, Removed, Stored
 from kvdock.types import ChunkEventData
 from kvdock_vllm import affinity
+from kvdock_vllm.groups import GroupShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,29 +77,29 @@ class Teller:
         self._scheme: str | None = None
 
     def tell(
-        self, request: Request, first: int, end: int, *, chunk_tokens: int, block_tokens: int
+        self, request: Request, shape: GroupShape, first: int, end: int, chunk_tokens: int
     ) -> tuple[ChunkEventData, ...]:
-        """Of chunks [first, end) of a request, in blocks of ``block_tokens``.
+        """Of one group's parts of chunks [first, end) of a request.
 
         Nothing at all if vLLM has not hashed them all, or not in a way that fits.
         """
+        block_tokens = shape.block_tokens
         step = block_tokens // self._hash_tokens
         # A hash covers all tokens up to its end, so a larger block's is its last one's.
         hashes = request.block_hashes[step - 1 :: step] if step else []
-        in_chunk = chunk_tokens // block_tokens
-        if len(hashes) < end * in_chunk:
+        if len(hashes) < end * shape.chunk_blocks(chunk_tokens):
             return ()
         if self._scheme is None:
             self._scheme = hash_scheme(self._vllm_config)
         lora_name = request.lora_request.lora_name if request.lora_request is not None else ""
         told = []
         for chunk in range(first, end):
-            block = chunk * in_chunk
-            tokens = request.all_token_ids[chunk * chunk_tokens : (chunk + 1) * chunk_tokens]
+            part = shape.part(chunk, chunk_tokens)
+            tokens = request.all_token_ids[part.start * block_tokens : part.stop * block_tokens]
             told.append(
                 ChunkEventData(
-                    block_hashes=tuple(map(bytes, hashes[block : block + in_chunk])),
-                    parent_block_hash=bytes(hashes[block - 1]) if block else b"",
+                    block_hashes=tuple(map(bytes, hashes[part])),
+                    parent_block_hash=bytes(hashes[part.start - 1]) if part.start else b"",
                     token_ids=_to_bytes(tokens),
                     block_size=block_tokens,
                     lora_name=lora_name,

@@ -13,12 +13,9 @@ around it: engines that differ only in the latter share.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from kvdock.types import GroupKind
 
 if TYPE_CHECKING:
     import torch
@@ -27,18 +24,6 @@ if TYPE_CHECKING:
 
 class UnsupportedLayoutError(ValueError):
     """The model's KV cache has a form that is not supported; the message names it."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """What the scheduler needs to know of a KV-cache group."""
-
-    group_idx: int | None
-    """None if the model has only one group, which is then no group at all."""
-    kind: GroupKind
-    block_tokens: int
-    """Tokens a block."""
-    layer_names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,50 +49,6 @@ class GroupLayout:
     def block_bytes(self) -> int:
         """Bytes of one block over all of its regions."""
         return sum(region.page_bytes for region in self.regions)
-
-
-def group_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
-    """The specs of a group's layers; one stands for all where they are equal."""
-    spec: Any = group.kv_cache_spec
-    per_layer = getattr(spec, "kv_cache_specs", None)
-    return list(per_layer.values()) if per_layer else [spec]
-
-
-def group_shapes(kv_cache_config: KVCacheConfig) -> tuple[GroupShape, ...]:
-    """The groups of a model.
-
-    Raises UnsupportedLayoutError for attention whose cache cannot be taken up at every block.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise UnsupportedLayoutError(
-            f"the model has {len(groups)} KV-cache groups and KVDock supports one; run vLLM with "
-            f"--disable-hybrid-kv-cache-manager if the model allows it"
-        )
-    (group,) = groups
-    return (
-        GroupShape(
-            group_idx=None,
-            kind=_kind(group_specs(group)),
-            block_tokens=group.kv_cache_spec.block_size,
-            layer_names=tuple(group.layer_names),
-        ),
-    )
-
-
-def _kind(specs: Iterable[KVCacheSpec]) -> GroupKind:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    # Subclasses with rules of their own about which blocks hold what.
-    refused = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
-    for spec in specs:
-        name = type(spec).__name__
-        if not isinstance(spec, FullAttentionSpec) or name in refused:
-            raise UnsupportedLayoutError(f"KVDock does not support a KV cache of kind {name}")
-        if getattr(spec, "non_causal", False):
-            # A token's keys then depend on tokens after it, which its chunk's key does not name.
-            raise UnsupportedLayoutError("KVDock does not support models that attend non-causally")
-    return GroupKind.FULL_ATTENTION
 
 
 def group_layout(
@@ -246,14 +187,3 @@ def _halves(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.
         and tensor.stride(0) > tensor.stride(1)
     )
     return (tensor[0], tensor[1]) if apart else None
-
-
-def blocks_per_chunk(chunk_tokens: int, shape: GroupShape) -> int:
-    """How many blocks of a group make one chunk."""
-    return chunk_tokens // shape.block_tokens
-
-
-def fitting_chunk_tokens(wanted: int, shapes: Sequence[GroupShape]) -> int:
-    """The smallest chunk of at least ``wanted`` tokens that consists of whole blocks."""
-    unit = math.lcm(*(shape.block_tokens for shape in shapes))
-    return -(-wanted // unit) * unit

@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 
 from kvdock.errors import KVDockError
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.link import Live
-from kvdock_vllm.metadata import Target
+from kvdock_vllm.metadata import GroupLoad, Target
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class Lookup:
         self.error: KVDockError | None = None
         self.hit_chunks = 0
         """Chunks that can be had; 0 until ANSWERED."""
+        self.locked: dict[int | None, range] = {}
+        """For each group, by its group_idx, the chunks that the hit needs of it."""
         self.lease_id = 0
         self.num_computed_tokens = 0
         """What the engine had already when it was last told of the hit."""
@@ -78,22 +80,41 @@ class Lookup:
         self.state = State.ANSWERED
         self.hit_chunks = response.hit_chunks
         self.lease_id = response.lease_id
+        self.locked = {
+            group.group_idx if group.HasField("group_idx") else None: range(
+                group.first_chunk, group.end_chunk
+            )
+            for group in response.groups
+        }
         return True
 
-    def free(self, first: int = 0, end: int = 0) -> None:
-        """Gives back all readers' locks on chunks [first, end); ``end`` 0 means to the end."""
-        if not self.lease_id or not self.live.session.alive:
-            return
-        locks = cache_pb2.LockRange(lease_id=self.lease_id, first_chunk=first, end_chunk=end)
-        freed = self.live.session.submit(cache_pb2.FreeLocksRequest(locks=[locks]))
-        freed.add_done_callback(_log_failure)
+    def keep(self, loads: Sequence[GroupLoad]) -> None:
+        """Gives back what is locked and is not among the ``loads``."""
+        kept = {load.group_idx: (load.first_chunk, load.end_chunk) for load in loads}
+        unused = []
+        for group_idx, locked in self.locked.items():
+            first, end = kept.get(group_idx, (locked.stop, locked.stop))
+            unused += [(group_idx, locked.start, first), (group_idx, end, locked.stop)]
+        self._free(
+            cache_pb2.LockRange(
+                lease_id=self.lease_id, first_chunk=first, end_chunk=end, group_idx=group_idx
+            )
+            for group_idx, first, end in unused
+            if first < end
+        )
 
     def close(self) -> None:
         """Gives back everything."""
         if self.state is State.ASKED and not self._future.cancel():
             self.poll()
-        self.free()
+        if self.lease_id:
+            self._free([cache_pb2.LockRange(lease_id=self.lease_id)])
         self.lease_id = 0
+
+    def _free(self, locks: Iterable[cache_pb2.LockRange]) -> None:
+        request = cache_pb2.FreeLocksRequest(locks=locks)
+        if request.locks and self.live.session.alive:
+            self.live.session.submit(request).add_done_callback(_log_failure)
 
 
 def _log_failure(future: Future[cache_pb2.FreeLocksResponse]) -> None:

@@ -55,9 +55,9 @@ class GroupLoad:
     first_chunk: int
     end_chunk: int
     skip_blocks: int
-    """Blocks of the first chunk that are not wanted: the engine has them already."""
+    """Blocks of the first part that are not wanted: the engine has them, or needs none there."""
     block_ids: tuple[int, ...]
-    """The engine's blocks to fill, from there on. The last chunk's may be fewer than it has."""
+    """The engine's blocks to fill, from there on. The last part's may be fewer than it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class GroupStore:
     """Key of the chunk before the first; empty for a prompt's first."""
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
-    """Blocks of all chunks, chunk by chunk."""
+    """Blocks of all parts, chunk by chunk."""
     event_data: tuple[ChunkEventData, ...] = ()
     """What events are to tell of each chunk; empty if nobody keeps them."""
 
@@ -119,8 +119,8 @@ class StepMetadata(KVConnectorMetadata):
 
     news: Target | None = None
     """What later loads and stores will concern, told once, as soon as it is known."""
-    preempted: list[str] = field(default_factory=list)
-    """Requests whose blocks have been given away: nothing may read them from now on."""
+    overwritten: list[int] = field(default_factory=list)
+    """Stores, by job_id, whose blocks others will write into in this step."""
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdock.types import Group, Namespace
-from kvdock_vllm.layout import GroupShape, UnsupportedLayoutError, blocks_per_chunk
+from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.layout import UnsupportedLayoutError
 from kvdock_vllm.metadata import GroupPages, WorkerDescription
 from kvdock_vllm.parallel import ParallelStrategy
 
@@ -44,7 +45,7 @@ def derive_namespace(
         "kv_dtype": kv_dtype(vllm_config),
         "scales": _scales(vllm_config),
         "pages": [[group.pages for group in shard] for shard in shards],
-        "groups": [(shape.kind.name, shape.block_tokens) for shape in shapes],
+        "groups": [(shape.kind.name, shape.block_tokens, shape.window_tokens) for shape in shapes],
         "chunk_tokens": chunk_tokens,
         "kv_world_size": strategy.kv_world_size,
         "packing": _packing(vllm_config),
@@ -60,6 +61,7 @@ def derive_namespace(
             Group(
                 kind=shape.kind,
                 group_idx=shape.group_idx,
+                window_tokens=shape.window_tokens,
                 shard_bytes=_shard_bytes(shape, [shard[index] for shard in shards], chunk_tokens),
             )
             for index, shape in enumerate(shapes)
@@ -95,7 +97,7 @@ def _shards(
 def _shard_bytes(
     shape: GroupShape, shards: Sequence[GroupPages], chunk_tokens: int
 ) -> tuple[int, ...]:
-    sizes = tuple(shard.block_bytes * blocks_per_chunk(chunk_tokens, shape) for shard in shards)
+    sizes = tuple(shard.block_bytes * shape.part_blocks(chunk_tokens) for shard in shards)
     return sizes[:1] if len(set(sizes)) == 1 else sizes
 
 

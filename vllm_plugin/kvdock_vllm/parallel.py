@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvdock_vllm.layout import group_specs
+from kvdock_vllm.groups import group_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

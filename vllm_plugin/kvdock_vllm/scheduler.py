@@ -1,9 +1,9 @@
 """The half of the connector in vLLM's scheduler: decides what is loaded and what is stored.
 
 It never keeps a busy engine waiting for the server, and the server's absence costs a request
-nothing. Its state is one
-record a request, and one for each load and each store that is under way, because those outlive the
-request. What vLLM does to it, in order:
+nothing. Its state is one record a request (records.py), and one for each load (loads.py) and each
+store (stores.py) that is under way, because those outlive the request. What vLLM does to it, in
+order:
 
 ``on_new_request``
     asks the server (once; the answer is awaited by being polled).
@@ -23,27 +23,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvdock import Client, Session
 from kvdock.errors import ServerError
-from kvdock.keys import KeyChain
 from kvdock.types import Namespace, SessionRole
 from kvdock_vllm.autostart import Autostart
 from kvdock_vllm.config import Config
 from kvdock_vllm.events import Relay, Teller, publishes_events
+from kvdock_vllm.groups import fitting_chunk_tokens, group_shapes
 from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.layout import blocks_per_chunk, fitting_chunk_tokens, group_shapes
 from kvdock_vllm.link import Breaker, Link, Live
+from kvdock_vllm.loads import Load, plan_load
 from kvdock_vllm.lookup import Lookup, State
 from kvdock_vllm.metadata import (
-    GroupLoad,
-    GroupStore,
     LoadSpec,
     StepMetadata,
-    StoreOutcome,
     StoreSpec,
     Target,
     WorkerDescription,
@@ -52,6 +48,8 @@ from kvdock_vllm.metadata import (
 from kvdock_vllm.metrics import Stats
 from kvdock_vllm.namespace import derive_namespace
 from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.records import Record
+from kvdock_vllm.stores import Stores
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,60 +73,9 @@ _MOST_KEYS = 16_384
 # empty step after which it would ask again.
 _IDLE_WAIT_SECONDS = 0.002
 
-# What was refused (no memory, a parent that went) is not offered again sooner.
-_RETRY_SECONDS = 1.0
-
 # How long the engine's start and a reset may wait for the server.
 _START_SECONDS = 3.0
 _RESET_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class _Record:
-    """A request that vLLM has not finished."""
-
-    request: Request
-    chain: KeyChain | None = None
-    """Keys of the request's chunks, as far as they were needed; None before the first."""
-    chain_chunk_tokens: int = 0
-    limit: int | None = None
-    """Tokens that may be cached; None: all."""
-    lookup: Lookup | None = None
-    bypass: bool = False
-    """A load failed: loads no more, so as not to fail again and again."""
-    block_ids: list[int] = field(default_factory=list)
-    stored_chunks: int = 0
-    """Chunks from the first on that the server has, or that were offered to it."""
-    stored_epoch: int = 0
-    """Of the server that this is true for."""
-    retry_at: float = 0.0
-    jobs: set[int] = field(default_factory=set)
-    """Stores under way that read the request's blocks."""
-    admitted: bool = False
-    """vLLM has decided once how much of the request it loads."""
-    extra_tokens: int = 0
-    """Of that first decision, what was really loaded."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """A load under way. It outlives a request that is aborted meanwhile."""
-
-    lookup: Lookup | None
-    block_ids: tuple[int, ...]
-    first_token: int
-    num_tokens: int
-    good_blocks: int
-    """Blocks from the first on of which no worker said that they failed."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """A store under way."""
-
-    request_id: str
-    workers: int
-    """How many have not yet reported."""
 
 
 class SchedulerHalf:
@@ -148,11 +95,11 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=False)
-        self._shapes = group_shapes(kv_cache_config)
-        self._block_tokens = self._shapes[0].block_tokens
+        self._shapes = group_shapes(kv_cache_config, vllm_config.model_config.model)
+        # What is computed of a request when a load begins must be whole blocks of every group.
+        self._block_tokens = fitting_chunk_tokens(1, self._shapes)
         self._whole_prompts_only = _cannot_continue_prompts(vllm_config, self._strategy)
         self._scopes = ScopeReader(vllm_config)
-        self._teller = Teller(vllm_config, kv_cache_config)
         self._relay = (
             Relay.of_engine(vllm_config, kv_cache_config, config.address)
             if publishes_events(vllm_config)
@@ -173,16 +120,21 @@ class SchedulerHalf:
         """The session that the workers know of."""
         self._breaker = Breaker()
         self._stats = Stats()
-        self._records: dict[str, _Record] = {}
-        self._loads: dict[str, _Load] = {}
-        self._jobs: dict[int, _Job] = {}
-        self._num_jobs = 0
+        self._records: dict[str, Record] = {}
+        self._loads: dict[str, Load] = {}
+        self._stores = Stores(
+            self._shapes,
+            self._scopes,
+            Teller(vllm_config, kv_cache_config),
+            workers=self._strategy.world_size,
+        )
         # Of that, what is left in this step.
         self._idle_seconds = _IDLE_WAIT_SECONDS
         # For the next step's metadata.
         self._new_loads: list[LoadSpec] = []
         self._new_stores: list[StoreSpec] = []
         self._new_finished: list[str] = []
+        self._overwritten_blocks: set[int] = set()
         # How often the namespace was to be cleared, and how often that was done; not a flag, since
         # two threads write here. While stores of before are under way nothing is looked up.
         self._clears_wanted = 0
@@ -277,7 +229,7 @@ class SchedulerHalf:
             return 0, False
         live = self._live()
         if record.lookup is None or record.lookup.live is not live:
-            self._forget_lookup(record)
+            record.forget_lookup()
             record.lookup = self._ask(record)
             if record.lookup is None:
                 return 0, False
@@ -300,8 +252,7 @@ class SchedulerHalf:
     ) -> None:
         """Loads ``num_external_tokens``, which is what the scheduler made of the answer."""
         record = self._record(request)
-        (block_ids,) = blocks.get_block_ids()
-        record.block_ids = list(block_ids)
+        record.set_tables(blocks.get_block_ids())
         lookup, record.lookup = record.lookup, None
         if lookup is not None and lookup.state is State.ANSWERED:
             # Assigned, not added to: the scheduler may have asked many times.
@@ -314,18 +265,22 @@ class SchedulerHalf:
         if lookup is not None:
             lookup.close()
 
-    def _record(self, request: Request) -> _Record:
+    def _record(self, request: Request) -> Record:
         record = self._records.get(request.request_id)
         if record is None:
-            record = self._records[request.request_id] = _Record(request)
+            tables: list[list[int]] = [[] for _ in self._shapes]
+            record = self._records[request.request_id] = Record(request, tables)
         return record
 
-    def _ask(self, record: _Record) -> Lookup | None:
+    def _ask(self, record: Record) -> Lookup | None:
         """Looks a request up. None if there is nothing to ask, or nobody."""
         live = self._live()
         if live is None or self._breaker.is_open:
             return None
-        keys = self._keys(record, record.request.num_tokens, live.prepared.chunk_tokens)
+        num_tokens = record.request.num_tokens
+        if any(shape.lacks_a_block_for_the_last_token for shape in self._shapes):
+            num_tokens -= 1
+        keys = record.keys(self._scopes, num_tokens, live.prepared.chunk_tokens)
         if not keys:
             return None
         return Lookup(
@@ -355,90 +310,22 @@ class SchedulerHalf:
             level = logging.WARNING if lookup.live.session.alive else logging.DEBUG
             _log.log(level, "a lookup failed, so its request gets no cache: %s", lookup.error)
 
-    @staticmethod
-    def _forget_lookup(record: _Record) -> None:
-        if record.lookup is not None:
-            record.lookup.close()
-            record.lookup = None
-
-    def _keys(self, record: _Record, num_tokens: int, chunk_tokens: int) -> list[bytes]:
-        """Keys of the full chunks among a request's first ``num_tokens`` tokens that are cached."""
-        request = record.request
-        if record.chain is None or record.chain_chunk_tokens != chunk_tokens:
-            scope = self._scopes.scope(request, chunk_tokens)
-            record.limit = scope.limit
-            record.chain = KeyChain(chunk_tokens, scope.extras)
-            record.chain_chunk_tokens = chunk_tokens
-        if record.limit is not None:
-            num_tokens = min(num_tokens, record.limit)
-        if record.chain.num_tokens < num_tokens:
-            record.chain.extend(request.all_token_ids[record.chain.num_tokens : num_tokens])
-        return list(record.chain.keys[: num_tokens // chunk_tokens])
-
     # -- loads ----------------------------------------------------------------------------------
 
-    def _load(self, record: _Record, lookup: Lookup | None, num_tokens: int) -> None:
-        """Plans the load of a hit. vLLM waits for it whatever happens, so there is always one."""
-        request_id = record.request.request_id
-        first_token = lookup.num_computed_tokens if lookup is not None else 0
-        end_token = first_token + num_tokens
-        first_block = first_token // self._block_tokens
-        end_block = -(-end_token // self._block_tokens)
-        block_ids = tuple(record.block_ids[first_block:end_block])
-        target: Target | None = None
-        first_chunk = end_chunk = skip_blocks = lease_id = 0
-        if lookup is not None and lookup.live is self._live():
-            chunk_tokens = lookup.target.chunk_tokens
-            first_chunk = first_token // chunk_tokens
-            end_chunk = -(-end_token // chunk_tokens)
-            skip_blocks = first_block - first_chunk * blocks_per_chunk(
-                chunk_tokens, self._shapes[0]
-            )
-            if end_chunk <= lookup.hit_chunks and len(block_ids) == end_block - first_block:
-                target, lease_id = lookup.target, lookup.lease_id
-                # What the engine has already, and what it did not take, needs no locks.
-                if first_chunk > 0:
-                    lookup.free(0, first_chunk)
-                if end_chunk < lookup.hit_chunks:
-                    lookup.free(end_chunk, lookup.hit_chunks)
-            else:
-                _log.error(
-                    "request %s: vLLM asks for tokens [%d, %d) in %d blocks, of a hit of %d "
-                    "chunks: they are computed instead",
-                    request_id,
-                    first_token,
-                    end_token,
-                    len(block_ids),
-                    lookup.hit_chunks,
-                )
-        self._loads[request_id] = _Load(
-            lookup, block_ids, first_token, num_tokens, good_blocks=len(block_ids)
+    def _load(self, record: Record, lookup: Lookup | None, num_tokens: int) -> None:
+        """Begins the load of a hit."""
+        load = plan_load(
+            record.request.request_id,
+            self._shapes,
+            record.tables,
+            lookup,
+            num_tokens,
+            is_usable=lookup is not None and lookup.live is self._live(),
+            all_or_nothing=self._whole_prompts_only,
         )
-        self._new_loads.append(
-            LoadSpec(
-                request_id=request_id,
-                lease_id=lease_id,
-                groups=(
-                    GroupLoad(
-                        position=0,
-                        group_idx=self._shapes[0].group_idx,
-                        first_chunk=first_chunk,
-                        end_chunk=end_chunk,
-                        skip_blocks=skip_blocks,
-                        block_ids=block_ids,
-                    ),
-                ),
-                all_or_nothing=self._whole_prompts_only,
-                target=target,
-            )
-        )
-
-    def _note_failed_blocks(self, failed: set[int]) -> None:
-        for load in self._loads.values():
-            for index, block_id in enumerate(load.block_ids[: load.good_blocks]):
-                if block_id in failed:
-                    load.good_blocks = index
-                    break
+        self._loads[load.spec.request_id] = load
+        self._new_loads.append(load.spec)
+        self._overwritten_blocks |= load.spec.block_ids
 
     def _end_load(self, request_id: str) -> None:
         """All workers are done with the load of a request."""
@@ -448,19 +335,17 @@ class SchedulerHalf:
         if load.lookup is not None:
             # The workers freed their own locks; this is for those that could not.
             load.lookup.close()
-        failed = load.good_blocks < len(load.block_ids)
-        loaded = min(load.num_tokens, load.good_blocks * self._block_tokens)
-        self._stats.add("loaded_tokens", loaded)
-        self._stats.add("failed_loads", failed)
+        self._stats.add("loaded_tokens", load.loaded_tokens)
+        self._stats.add("failed_loads", load.has_failed)
         record = self._records.get(request_id)
         if record is None:
             return
         if not record.admitted:
             record.admitted = True
-            record.extra_tokens = loaded
-        if failed:
+            record.extra_tokens = load.loaded_tokens
+        if load.has_failed:
             record.bypass = True
-            good_chunks = (load.first_token + loaded) // max(1, record.chain_chunk_tokens)
+            good_chunks = (load.first_token + load.loaded_tokens) // max(1, record.chunk_tokens)
             record.stored_chunks = min(record.stored_chunks, good_chunks)
 
     # -- stores ---------------------------------------------------------------------------------
@@ -471,13 +356,15 @@ class SchedulerHalf:
         self._idle_seconds = 0.0 if has_forward else _IDLE_WAIT_SECONDS
         metadata = StepMetadata(
             news=self._news(),
-            preempted=sorted(scheduler_output.preempted_req_ids or ()),
             loads=self._new_loads,
             stores=self._new_stores,
             finished=self._new_finished,
             has_forward=has_forward,
         )
         self._new_loads, self._new_stores, self._new_finished = [], [], []
+        written, self._overwritten_blocks = self._overwritten_blocks, set()
+        written.update(self._blocks_written(scheduler_output))
+        metadata.overwritten = self._stores.reading(written)
         try:
             self._track_blocks(scheduler_output)
             metadata.stores += self._plan_stores(scheduler_output)
@@ -497,101 +384,60 @@ class SchedulerHalf:
             if record is None:
                 continue
             request = record.request
+            computed = request.num_computed_tokens
             # The scheduler counts drafts as computed before they are accepted.
-            num_tokens = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-            spec = self._plan_store(record, num_tokens, live.prepared)
+            num_tokens = min(computed + num_scheduled, request.num_tokens)
+            spec = self._plan_store(record, num_tokens, live.prepared, held_from=computed)
             if spec is not None:
                 specs.append(spec)
         return specs
+
+    def _plan_store(
+        self, record: Record, num_tokens: int, target: Target, *, held_from: int = 0
+    ) -> StoreSpec | None:
+        if not self._config.save_decode:
+            num_tokens = min(num_tokens, record.request.num_prompt_tokens)
+        return self._stores.plan(record, num_tokens, target, held_from=held_from)
 
     def _track_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Follows which blocks each request has."""
         for request_id in scheduler_output.preempted_req_ids or ():
             record = self._records.get(request_id)
             if record is not None:
-                # The workers end the stores that read these blocks before anybody writes there.
+                # What they read is not the request's any more.
                 record.jobs.clear()
                 if request_id not in self._loads:
-                    record.block_ids = []
+                    record.set_tables([[] for _ in self._shapes])
         for new in scheduler_output.scheduled_new_reqs:
             record = self._records.get(new.req_id)
             if record is not None:
                 # Also a preempted request that is resumed, on some of vLLM's runners.
-                record.block_ids = list(new.block_ids[0])
+                record.set_tables(new.block_ids)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             record = self._records.get(request_id)
             if record is None or block_ids is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                record.block_ids = list(block_ids[0])
+                record.set_tables(block_ids)
             else:
-                record.block_ids.extend(block_ids[0])
+                record.extend_tables(block_ids)
 
-    def _plan_store(self, record: _Record, num_tokens: int, target: Target) -> StoreSpec | None:
-        """Stores the chunks that are complete within a request's first ``num_tokens`` tokens."""
-        request = record.request
-        if not self._config.save_decode:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
-        if record.stored_epoch != target.epoch:
-            record.stored_epoch, record.stored_chunks = target.epoch, 0
-        first = record.stored_chunks
-        if num_tokens < (first + 1) * target.chunk_tokens or time.monotonic() < record.retry_at:
-            return None
-        keys = self._keys(record, num_tokens, target.chunk_tokens)
-        in_chunk = blocks_per_chunk(target.chunk_tokens, self._shapes[0])
-        end = min(len(keys), len(record.block_ids) // in_chunk)
-        if end <= first:
-            return None
-        record.stored_chunks = end
-        self._num_jobs += 1
-        job_id = self._num_jobs
-        record.jobs.add(job_id)
-        self._jobs[job_id] = _Job(request.request_id, self._strategy.world_size)
-        return StoreSpec(
-            job_id=job_id,
-            request_id=request.request_id,
-            groups=(
-                GroupStore(
-                    position=0,
-                    group_idx=self._shapes[0].group_idx,
-                    first_chunk=first,
-                    parent=keys[first - 1] if first else b"",
-                    keys=tuple(keys[first:end]),
-                    block_ids=tuple(record.block_ids[first * in_chunk : end * in_chunk]),
-                    event_data=self._teller.tell(
-                        request,
-                        first,
-                        end,
-                        chunk_tokens=target.chunk_tokens,
-                        block_tokens=self._block_tokens,
-                    )
-                    if target.event_log
-                    else (),
-                ),
-            ),
-            target=target,
-        )
+    def _blocks_written(self, scheduler_output: SchedulerOutput) -> Iterator[int]:
+        """The blocks that a step has given out, without those that have been computed."""
+        for new in scheduler_output.scheduled_new_reqs:
+            yield from self._from_token(new.num_computed_tokens, new.block_ids)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, block_ids, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if block_ids is not None:
+                resumed = request_id in cached.resumed_req_ids
+                yield from self._from_token(num_computed if resumed else 0, block_ids)
 
-    def _note_store(self, job_id: int, outcome: StoreOutcome) -> None:
-        job = self._jobs.get(job_id)
-        if job is None:
-            return
-        job.workers -= outcome.workers
-        record = self._records.get(job.request_id)
-        if record is not None and outcome.refused_from is not None:
-            # Offered again, together with what follows it.
-            record.stored_chunks = min(record.stored_chunks, outcome.refused_from)
-            record.retry_at = time.monotonic() + _RETRY_SECONDS
-        if job.workers <= 0:
-            del self._jobs[job_id]
-            if record is not None:
-                record.jobs.discard(job_id)
-            if job_id in self._stale_jobs:
-                self._stale_jobs.discard(job_id)
-                if not self._stale_jobs:
-                    self._clears_wanted += 1
-                    self._link.renew(0)
+    def _from_token(self, first_token: int, tables: Sequence[Sequence[int]]) -> Iterator[int]:
+        for shape, table in zip(self._shapes, tables, strict=True):
+            yield from table[first_token // shape.block_tokens :]
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -602,20 +448,27 @@ class SchedulerHalf:
             if report.descriptions:
                 self.describe_workers(report.descriptions, at_start=False)
             for job_id, outcome in report.stores.items():
-                self._note_store(job_id, outcome)
+                if self._stores.note(job_id, outcome):
+                    self._note_stale(job_id)
         if output.invalid_block_ids:
-            self._note_failed_blocks(output.invalid_block_ids)
+            for load in self._loads.values():
+                load.note_failed_blocks(output.invalid_block_ids, self._block_tokens)
+        for request_id in getattr(output, "failed_recving", ()):
+            if (failed := self._loads.get(request_id)) is not None:
+                failed.note_failure()
         for request_id in output.finished_recving or ():
             self._end_load(request_id)
 
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must stay until the workers report the request, and what its response
-        carries.
+        carries. ``block_ids`` are its blocks, for each group.
         """
         record = self._records.pop(request.request_id, None)
         if record is None:
             return False, None
-        self._forget_lookup(record)
+        record.forget_lookup()
         answer = _extra_tokens_answer(request, record)
         if request.request_id in self._loads:
             # vLLM waits for the end of the load by itself.
@@ -625,6 +478,7 @@ class SchedulerHalf:
             # The last chunk may have become known only with the last step's tokens. The last token
             # itself was never computed.
             num_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
+            record.set_tables(block_ids)
             spec = self._plan_store(record, num_tokens, live.prepared)
             if spec is not None:
                 self._new_stores.append(spec)
@@ -640,9 +494,9 @@ class SchedulerHalf:
         and the namespace is cleared once more when they are done.
         """
         for record in self._records.values():
-            self._forget_lookup(record)
+            record.forget_lookup()
             record.stored_chunks = 0
-        self._stale_jobs = set(self._jobs)
+        self._stale_jobs = set(self._stores.under_way)
         self._clears_wanted += 1
         done = self._link.renew(_RESET_SECONDS if self._link.current else 0)
         if not done:
@@ -651,6 +505,14 @@ class SchedulerHalf:
                 "soon as one does"
             )
         return done
+
+    def _note_stale(self, job_id: int) -> None:
+        """A store ended. If it was the last from before a reset, what it stored is cleared too."""
+        if job_id in self._stale_jobs:
+            self._stale_jobs.discard(job_id)
+            if not self._stale_jobs:
+                self._clears_wanted += 1
+                self._link.renew(0)
 
     def take_events(self) -> list[KVCacheEvent]:
         """What is to be published of the server's cache."""
@@ -685,7 +547,7 @@ def _ended_by_itself(request: Request) -> bool:
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
-def _extra_tokens_answer(request: Request, record: _Record) -> dict[str, Any] | None:
+def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any] | None:
     """The number of tokens that came from here, under the keys under which it was asked for."""
     asked = request.kv_transfer_params
     if not isinstance(asked, Mapping):

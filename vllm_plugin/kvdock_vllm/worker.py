@@ -22,17 +22,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvdock import Client, Session
 from kvdock.errors import DeadlineExceeded, KVDockError
-from kvdock.types import ChunkStatus, SessionRole, TransferMode
+from kvdock.types import ChunkStatus, GroupKind, SessionRole, TransferMode
 from kvdock_vllm import affinity
 from kvdock_vllm.config import Config
 from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.layout import (
-    GroupLayout,
-    GroupShape,
-    blocks_per_chunk,
-    group_layout,
-    group_shapes,
-)
+from kvdock_vllm.groups import GroupShape, group_shapes
+from kvdock_vllm.layout import GroupLayout, group_layout
 from kvdock_vllm.link import Breaker, Link
 from kvdock_vllm.metadata import (
     GroupPages,
@@ -119,7 +114,7 @@ class WorkerHalf:
         self._engine_id = str(transfer.engine_id)
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=True)
         self._transfer_mode = config.transfer_mode
-        self._shapes = group_shapes(kv_cache_config)
+        self._shapes = group_shapes(kv_cache_config, vllm_config.model_config.model)
         self._layouts: tuple[GroupLayout, ...] = ()
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._description: WorkerDescription | None = None
@@ -144,6 +139,7 @@ class WorkerHalf:
         self._held: set[str] = set()
         self._loaded: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._failed_loads: set[str] = set()
         self._report = WorkerReport()
         self._has_reported = False
         self._stats = Stats()
@@ -200,19 +196,27 @@ class WorkerHalf:
     # -- steps ----------------------------------------------------------------------------------
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
-        """Ends the stores that read blocks which are given away in this step.
+        """Ends the stores that read blocks into which others write in this step.
 
         They may finish if that takes no longer than a moment; else they are told to stop. A copy of
         which it cannot be said that it ended before is never committed.
         """
-        jobs = [job for name in metadata.preempted for job in self._open_stores.get(name, ())]
+        overwritten = set(metadata.overwritten)
+        if not overwritten:
+            return
+        jobs = [
+            job
+            for open_jobs in self._open_stores.values()
+            for job in open_jobs
+            if job.spec.job_id in overwritten
+        ]
         if _wait_all([job.ended for job in jobs], _FLUSH_SECONDS):
             return
         late = [job for job in jobs if not job.ended.is_set()]
         for job in late:
             self._give_up(job)
         if not _wait_all([job.ended for job in late], _STOP_SECONDS):
-            _log.warning("a store of preempted requests goes on; what it copies is thrown away")
+            _log.warning("a store of blocks given away goes on; what it copies is thrown away")
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Notes what there is to do, before anything of it is done or asked for."""
@@ -244,8 +248,8 @@ class WorkerHalf:
     def get_finished(self, metadata: StepMetadata | None) -> tuple[set[str], set[str]]:
         """Requests whose stores are done (of those that vLLM holds), and whose loads are.
 
-        Each once. The blocks that a load could not fill are told by :meth:`take_failed_blocks`,
-        which vLLM asks after this, in the same step.
+        Each once. What a load could not fill is told by :meth:`take_failed_blocks` and
+        :meth:`take_failed_loads`, which are asked after this, in the same step.
         """
         idle = metadata is not None and not metadata.has_forward
         if idle:
@@ -258,8 +262,16 @@ class WorkerHalf:
         return stored, loaded
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that were to be loaded and were not, since the last call."""
+        """Blocks that were to be loaded and were not, since the last call.
+
+        Of models with one group; several may have blocks of one id.
+        """
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_loads(self) -> set[str]:
+        """Requests of models with several groups whose loads failed, since the last call."""
+        failed, self._failed_loads = self._failed_loads, set()
         return failed
 
     def take_report(self) -> WorkerReport | None:
@@ -301,7 +313,10 @@ class WorkerHalf:
             if ended.load is not None:
                 self._num_loads -= 1
                 self._loaded.add(ended.load.request_id)
-                self._failed_blocks |= ended.failed_blocks
+                if len(self._shapes) == 1:
+                    self._failed_blocks |= ended.failed_blocks
+                elif ended.failed_blocks:
+                    self._failed_loads.add(ended.load.request_id)
             if ended.store is not None:
                 spec = ended.store.spec
                 self._report.stores[spec.job_id] = StoreOutcome(1, ended.refused_from)
@@ -371,10 +386,10 @@ class WorkerHalf:
                 ended.ready,
                 lambda: self._must_stop(session),
             )
-            in_chunk = blocks_per_chunk(spec.target.chunk_tokens, self._shapes[group.position])
+            in_part = self._shapes[group.position].part_blocks(spec.target.chunk_tokens)
             bad = {
                 block
-                for (_, ids), ok in zip(split_blocks(group, in_chunk), good, strict=True)
+                for (_, ids), ok in zip(split_blocks(group, in_part), good, strict=True)
                 if not ok
                 for block in ids
             }
@@ -411,13 +426,13 @@ class WorkerHalf:
                 ended.ready,
                 lambda: job.given_up.is_set() or self._must_stop(session),
             )
-            refused += _refused_from(group, statuses)
+            refused += _refused_from(group, self._shapes[group.position], statuses)
             stored = statuses.count(ChunkStatus.STORED)
             existing = statuses.count(ChunkStatus.EXISTS)
-            in_chunk = len(group.block_ids) // len(group.keys)
+            in_part = len(group.block_ids) // len(group.keys)
             block_bytes = self._layouts[group.position].block_bytes
             ended.stats.add("stored_chunks", stored)
-            ended.stats.add("stored_bytes", stored * in_chunk * block_bytes)
+            ended.stats.add("stored_bytes", stored * in_part * block_bytes)
             ended.stats.add("existing_chunks", existing)
             ended.stats.add("refused_chunks", len(statuses) - stored - existing)
             if stored:
@@ -483,13 +498,20 @@ def _kernel(layer: Any) -> str:
     return f"{backend},{getattr(layer, 'isa', '')}"
 
 
-def _refused_from(group: GroupStore, statuses: Sequence[ChunkStatus]) -> list[int]:
+def _refused_from(
+    group: GroupStore, shape: GroupShape, statuses: Sequence[ChunkStatus]
+) -> list[int]:
     """First chunk of the prompt that must be offered again, if any must."""
     there = (ChunkStatus.STORED, ChunkStatus.EXISTS)
     for index, status in enumerate(statuses):
         if status not in there:
-            # A parent that was there is gone, and who knows what before it.
-            lost_parent = index == 0 and status is ChunkStatus.PARENT_MISSING
+            # A parent that was there is gone, and who knows what before it. What a window has left
+            # behind cannot be offered again.
+            lost_parent = (
+                index == 0
+                and status is ChunkStatus.PARENT_MISSING
+                and shape.kind is GroupKind.FULL_ATTENTION
+            )
             return [0 if lost_parent else group.first_chunk + index]
     return []
 

@@ -88,16 +88,16 @@ class Transfers(Copies):
         """Waits until nothing uses the memory of a session that is over."""
 
 
-def split_blocks(group: GroupLoad, in_chunk: int) -> list[tuple[int, tuple[int, ...]]]:
-    """For each chunk, of ``in_chunk`` blocks: how many of them to skip, and the blocks to fill."""
-    chunks = []
+def split_blocks(group: GroupLoad, in_part: int) -> list[tuple[int, tuple[int, ...]]]:
+    """For each part, of ``in_part`` blocks: how many of them to skip, and the blocks to fill."""
+    parts = []
     taken, skip = 0, group.skip_blocks
     for _ in range(group.first_chunk, group.end_chunk):
-        block_ids = group.block_ids[taken : taken + in_chunk - skip]
-        chunks.append((skip, block_ids))
+        block_ids = group.block_ids[taken : taken + in_part - skip]
+        parts.append((skip, block_ids))
         taken += len(block_ids)
         skip = 0
-    return chunks
+    return parts
 
 
 def answer(future: Future[T], verb: str, seconds: float) -> T:

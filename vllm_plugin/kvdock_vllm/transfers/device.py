@@ -28,7 +28,8 @@ from kvdock_vllm.device_memory import (
     ReadyEvents,
     export_memory,
 )
-from kvdock_vllm.layout import GroupLayout, GroupShape, blocks_per_chunk
+from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.layout import GroupLayout
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers.base import Copies, CountWorkers, Mark, Stop, Transfers
 from kvdock_vllm.transfers.device_mover import DeviceMover
@@ -189,7 +190,7 @@ class DeviceTransfers(Transfers):
         if self._wanted is TransferMode.SHARED or self._not_exportable:
             return nothing, self._not_exportable
         groups = [
-            ExportedGroup(shape.group_idx, layout, blocks_per_chunk(target.chunk_tokens, shape))
+            ExportedGroup(shape.group_idx, layout, shape.part_blocks(target.chunk_tokens))
             for shape, layout in zip(self._shapes, self._layouts, strict=True)
         ]
         try:

@@ -20,7 +20,8 @@ from kvdock import Session
 from kvdock.types import ChunkStatus, TransferMode
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.copier import Copier, CopyStoppedError, Part
-from kvdock_vllm.layout import GroupLayout, GroupShape, blocks_per_chunk
+from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.layout import GroupLayout
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers.base import (
     CountWorkers,
@@ -137,7 +138,7 @@ class SharedTransfers(Transfers):
         ready: Mark,
         stop: Stop,
     ) -> list[bool]:
-        in_chunk = blocks_per_chunk(target.chunk_tokens, self._shapes[group.position])
+        in_part = self._shapes[group.position].part_blocks(target.chunk_tokens)
         block_bytes = self._layouts[group.position].block_bytes
         found = session.retrieve(
             lease_id,
@@ -150,7 +151,7 @@ class SharedTransfers(Transfers):
         )
         filled = []
         parts = []
-        for result, (skip, block_ids) in zip(found, split_blocks(group, in_chunk), strict=True):
+        for result, (skip, block_ids) in zip(found, split_blocks(group, in_part), strict=True):
             location = result.location if result.status is ChunkStatus.RETRIEVED else None
             if location is not None:
                 begin, end = skip * block_bytes, (skip + len(block_ids)) * block_bytes
@@ -193,7 +194,7 @@ class SharedTransfers(Transfers):
     def store(
         self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
     ) -> list[ChunkStatus]:
-        in_chunk = blocks_per_chunk(target.chunk_tokens, self._shapes[group.position])
+        in_part = self._shapes[group.position].part_blocks(target.chunk_tokens)
         reservation = session.reserve(
             target.namespace,
             group.keys,
@@ -212,7 +213,7 @@ class SharedTransfers(Transfers):
                 location = reservation.chunks[index].location
                 if location is None:
                     raise ValueError(f"the server reserved chunk {index} and did not say where")
-                block_ids = group.block_ids[index * in_chunk : (index + 1) * in_chunk]
+                block_ids = group.block_ids[index * in_part : (index + 1) * in_part]
                 parts.append(Part(block_ids, session.pool.array(location)))
             _wait(ready, stop, _STORE_READY_SECONDS)
             with self._using(session):

@@ -1,0 +1,213 @@
+"""What a group needs of the past: against vLLM's own manager and the server's hit rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvdock.types import GroupKind
+from kvdock_server.index import namespace as server
+from kvdock_vllm.groups import (
+    GroupShape,
+    UnsupportedModelError,
+    fitting_chunk_tokens,
+    group_shapes,
+)
+
+SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
+LATENT: dict[str, Any] = {"num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+
+
+def full(block: int = 4, **more: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block, **SIZES, **more)
+
+
+def window(tokens: int, block: int = 4, **more: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block, sliding_window=tokens, **SIZES, **more)
+
+
+def shapes_of(*specs: KVCacheSpec) -> tuple[GroupShape, ...]:
+    groups = [KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(specs)]
+    return group_shapes(KVCacheConfig(6, [], groups), "some/model")
+
+
+# -- which models -----------------------------------------------------------------------------
+
+
+def test_one_group_is_no_group_and_several_are_numbered() -> None:
+    assert [shape.group_idx for shape in shapes_of(full())] == [None]
+    assert [shape.group_idx for shape in shapes_of(window(8))] == [None]
+    assert [shape.group_idx for shape in shapes_of(window(8), full(), window(8))] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "tokens"),
+    [
+        (full(), GroupKind.FULL_ATTENTION, 0),
+        (full(sliding_window=64), GroupKind.FULL_ATTENTION, 0),
+        (MLAAttentionSpec(block_size=16, **LATENT), GroupKind.FULL_ATTENTION, 0),
+        (window(128), GroupKind.SLIDING_WINDOW, 128),
+        # Kept below the window for speculative decoding, and so looked for in it.
+        (window(128, extra_retained_tokens=2), GroupKind.SLIDING_WINDOW, 130),
+        (
+            SlidingWindowMLASpec(block_size=16, sliding_window=128, **LATENT),
+            GroupKind.SLIDING_WINDOW,
+            128,
+        ),
+        (
+            UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"a": window(9), "b": window(9)}),
+            GroupKind.SLIDING_WINDOW,
+            9,
+        ),
+    ],
+)
+def test_kinds_and_windows(spec: KVCacheSpec, kind: GroupKind, tokens: int) -> None:
+    (shape,) = shapes_of(spec)
+    assert (shape.kind, shape.window_tokens) == (kind, tokens)
+
+
+def mamba() -> KVCacheSpec:
+    return MambaSpec(block_size=4, shapes=((2, 2),), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: SinkFullAttentionSpec(block_size=4, sink_len=4, **SIZES), "SinkFullAttentionSpec"),
+        (
+            lambda: ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=64, **SIZES),
+            "ChunkedLocalAttentionSpec",
+        ),
+        (mamba, "MambaSpec"),
+        (lambda: full(non_causal=True), "non-causally"),
+        (
+            lambda: SlidingWindowMLASpec(
+                block_size=16, sliding_window=128, bounded_replay=True, **LATENT
+            ),
+            "SlidingWindowMLASpec",
+        ),
+    ],
+)
+def test_caches_with_rules_of_their_own_are_refused_by_model_and_kind(
+    make: Callable[[], KVCacheSpec], named: str
+) -> None:
+    for specs in ([make()], [full(), make()]):
+        with pytest.raises(UnsupportedModelError, match=f"some/model.*{named}"):
+            shapes_of(*specs)
+
+
+def test_groups_that_vllm_keeps_for_itself_are_refused() -> None:
+    group = KVCacheGroupSpec(["a"], full(), enable_kv_transfer=False)
+    with pytest.raises(UnsupportedModelError, match="some/model"):
+        group_shapes(KVCacheConfig(6, [], [group]), "some/model")
+
+
+# -- which blocks -----------------------------------------------------------------------------
+
+
+@given(
+    block=st.integers(1, 40),
+    tokens=st.integers(1, 200),
+    extra=st.sampled_from([0, 0, 1, 3]),
+    computed=st.integers(0, 1000),
+)
+def test_needed_are_the_blocks_that_vllm_holds(
+    block: int, tokens: int, extra: int, computed: int
+) -> None:
+    spec = window(tokens, block, extra_retained_tokens=extra)
+    manager = SimpleNamespace(sliding_window=tokens, extra_retained_tokens=extra)
+    skipped = SlidingWindowManager.get_num_skipped_tokens(manager, computed)  # type: ignore[arg-type]
+    (shape,) = shapes_of(spec)
+    assert shape.first_needed_block(computed) == skipped // block
+    assert shapes_of(full(block))[0].first_needed_block(computed) == 0
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[GroupShape, int]:
+    """A window, and a chunk of whole blocks."""
+    block = draw(st.integers(1, 24))
+    (shape,) = shapes_of(window(draw(st.integers(2, 150)), block))
+    return shape, block * draw(st.integers(1, 12))
+
+
+@given(sizes(), st.integers(1, 20))
+def test_the_parts_that_a_hit_locks_hold_every_block_that_it_needs(
+    drawn: tuple[GroupShape, int], hit: int
+) -> None:
+    shape, chunk_tokens = drawn
+    group = server.Group(
+        group_idx=None,
+        kind=server.GroupKind.SLIDING_WINDOW,
+        window_tokens=shape.window_tokens,
+        shard_bytes=(1,),
+    )
+    locked = range(hit - group.needed_chunks(hit, chunk_tokens), hit)
+    had = {
+        block
+        for chunk in locked
+        for block in range(*shape.part(chunk, chunk_tokens).indices(1 << 30))
+    }
+    end = hit * chunk_tokens
+    assert had >= set(shape.needed_blocks(0, end))
+    # And with them every token that the next one sees.
+    seen = range(max(0, end - shape.window_tokens + 1), end)
+    assert had >= {token // shape.block_tokens for token in seen}
+
+
+@given(sizes(), st.integers(0, 600), st.integers(1, 300))
+def test_what_a_step_completes_it_still_holds(
+    drawn: tuple[GroupShape, int], computed: int, scheduled: int
+) -> None:
+    shape, chunk_tokens = drawn
+    held = shape.first_needed_block(computed)
+    # One step later too, which is when an asynchronous scheduler knows the last token.
+    before = max(0, computed - 1)
+    for chunk in range(before // chunk_tokens, (computed + scheduled) // chunk_tokens):
+        assert shape.part(chunk, chunk_tokens).start >= held
+
+
+def test_a_window_keeps_no_more_of_a_chunk_than_a_hit_can_ask_for() -> None:
+    gpt_oss, gemma, all_of_it = shapes_of(window(128, 16), window(1024, 16), full(16))
+    assert [shape.part_blocks(256) for shape in (gpt_oss, gemma, all_of_it)] == [8, 16, 16]
+    assert gpt_oss.part(2, 256) == slice(40, 48)
+    assert gemma.part(2, 256) == slice(32, 48)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "blocks", "chunk"),
+    [
+        (256, [16], 256),
+        (256, [128], 256),
+        (256, [96], 288),
+        (1, [32], 32),
+        (256, [16, 32], 256),
+        (256, [48, 32], 288),
+    ],
+)
+def test_chunks_consist_of_whole_blocks_of_every_group(
+    wanted: int, blocks: list[int], chunk: int
+) -> None:
+    shapes = shapes_of(*(full(block) for block in blocks))
+    assert fitting_chunk_tokens(wanted, shapes) == chunk
+    assert all(math.gcd(chunk, block) == block for block in blocks)

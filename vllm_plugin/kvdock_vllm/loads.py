@@ -1,0 +1,119 @@
+"""Loads under way: which blocks of a request a hit fills, and what became of it.
+
+vLLM waits for a load whatever happens, so there is one for whatever it was promised; one that
+cannot be is planned without target, and fails.
+
+Models with one group are told which blocks failed, and vLLM computes from the first of them on. In
+a model with several groups a block id may stand for blocks of each, and a window's blocks before
+the failed one are not there to go on from: there a load fails as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvdock_vllm.groups import NULL_BLOCK, GroupShape
+from kvdock_vllm.lookup import Lookup
+from kvdock_vllm.metadata import GroupLoad, LoadSpec
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Load:
+    """Of one request. It outlives a request that is aborted meanwhile."""
+
+    lookup: Lookup | None
+    spec: LoadSpec
+    first_token: int
+    num_tokens: int
+    loaded_tokens: int
+    """Tokens from the first on of which no worker said that they failed."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Not everything was loaded."""
+        return self.loaded_tokens < self.num_tokens
+
+    def note_failed_blocks(self, failed: set[int], block_tokens: int) -> None:
+        """Some worker could not fill these blocks. For models with one group."""
+        for index, block_id in enumerate(self.spec.groups[0].block_ids):
+            if block_id in failed:
+                self.loaded_tokens = min(self.loaded_tokens, index * block_tokens)
+                return
+
+    def note_failure(self) -> None:
+        """Some worker could not load it."""
+        self.loaded_tokens = 0
+
+
+def plan_load(
+    request_id: str,
+    shapes: Sequence[GroupShape],
+    tables: Sequence[Sequence[int]],
+    lookup: Lookup | None,
+    num_tokens: int,
+    *,
+    is_usable: bool,
+    all_or_nothing: bool,
+) -> Load:
+    """The load of ``num_tokens`` tokens behind those that were computed when ``lookup`` was told.
+
+    ``is_usable`` is whether the server still has what it promised. Locks on what is not going to be
+    loaded are given back.
+    """
+    first_token = lookup.num_computed_tokens if lookup is not None else 0
+    end_token = first_token + num_tokens
+    hit = lookup if is_usable else None
+    groups = []
+    misfits = []
+    for position, (shape, table) in enumerate(zip(shapes, tables, strict=True)):
+        blocks = shape.needed_blocks(first_token, end_token)
+        if not blocks:
+            continue
+        group = _group_load(position, shape, table, blocks, hit)
+        groups.append(group)
+        locked = hit.locked.get(shape.group_idx, range(0)) if hit is not None else range(0)
+        if (
+            len(group.block_ids) < len(blocks)
+            or NULL_BLOCK in group.block_ids
+            or group.skip_blocks < 0
+            or not locked.start <= group.first_chunk < group.end_chunk <= locked.stop
+        ):
+            misfits.append(group)
+    if hit is not None and misfits:
+        _log.error(
+            "request %s: vLLM asks for tokens [%d, %d) of a hit of %d chunks, and %s do not fit: "
+            "the tokens are computed instead",
+            request_id,
+            first_token,
+            end_token,
+            hit.hit_chunks,
+            misfits,
+        )
+        hit = None
+    if hit is not None:
+        hit.keep(groups)
+    spec = LoadSpec(
+        request_id=request_id,
+        lease_id=hit.lease_id if hit is not None else 0,
+        groups=tuple(groups),
+        all_or_nothing=all_or_nothing,
+        target=hit.target if hit is not None else None,
+    )
+    return Load(lookup, spec, first_token, num_tokens, loaded_tokens=num_tokens)
+
+
+def _group_load(
+    position: int, shape: GroupShape, table: Sequence[int], blocks: range, hit: Lookup | None
+) -> GroupLoad:
+    first_chunk = end_chunk = skip_blocks = 0
+    if hit is not None:
+        chunk_tokens = hit.target.chunk_tokens
+        in_chunk = shape.chunk_blocks(chunk_tokens)
+        first_chunk, end_chunk = blocks.start // in_chunk, -(-blocks.stop // in_chunk)
+        skip_blocks = blocks.start - shape.part(first_chunk, chunk_tokens).start
+    block_ids = tuple(table[blocks.start : blocks.stop])
+    return GroupLoad(position, shape.group_idx, first_chunk, end_chunk, skip_blocks, block_ids)

@@ -1,0 +1,71 @@
+"""What the scheduler's half knows of each request that vLLM has not finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvdock.keys import KeyChain
+from kvdock_vllm.keys import ScopeReader
+from kvdock_vllm.lookup import Lookup
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class Record:
+    """One request."""
+
+    request: Request
+    tables: list[list[int]]
+    """For each group of the model the request's blocks, as vLLM told them last. A block that its
+    group does not need any more may have become another's since."""
+    lookup: Lookup | None = None
+    bypass: bool = False
+    """A load failed: loads no more, so as not to fail again and again."""
+    stored_chunks: int = 0
+    """Chunks from the first on that the server has, or that were offered to it."""
+    stored_epoch: int = 0
+    """Of the server that this is true for."""
+    retry_at: float = 0.0
+    jobs: set[int] = field(default_factory=set)
+    """Stores under way that read the request's blocks."""
+    admitted: bool = False
+    """vLLM has decided once how much of the request it loads."""
+    extra_tokens: int = 0
+    """Of that first decision, what was really loaded."""
+    chunk_tokens: int = 0
+    """Of the keys; 0 before the first."""
+    _chain: KeyChain | None = None
+    _limit: int | None = None
+
+    def keys(self, scopes: ScopeReader, num_tokens: int, chunk_tokens: int) -> list[bytes]:
+        """Keys of the full chunks among the first ``num_tokens`` tokens that are cached."""
+        if self._chain is None or self.chunk_tokens != chunk_tokens:
+            scope = scopes.scope(self.request, chunk_tokens)
+            self._limit = scope.limit
+            self._chain = KeyChain(chunk_tokens, scope.extras)
+            self.chunk_tokens = chunk_tokens
+        if self._limit is not None:
+            num_tokens = min(num_tokens, self._limit)
+        known = self._chain.num_tokens
+        if known < num_tokens:
+            self._chain.extend(self.request.all_token_ids[known:num_tokens])
+        return list(self._chain.keys[: num_tokens // chunk_tokens])
+
+    def set_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        """The request has these blocks and no others."""
+        self.tables = [list(table) for table in tables]
+
+    def extend_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        """The request has got more blocks."""
+        for table, more in zip(self.tables, tables, strict=True):
+            table.extend(more)
+
+    def forget_lookup(self) -> None:
+        """Gives back what is locked for the request, unless a load has it."""
+        if self.lookup is not None:
+            self.lookup.close()
+            self.lookup = None

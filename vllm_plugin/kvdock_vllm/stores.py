@@ -1,0 +1,154 @@
+"""Stores: what of a request is stored when, and which stores are under way.
+
+A chunk is stored with the step that computes its last token: then every group still has the blocks
+of its part, because what a window needs after the chunk it needs in this step as well. Later a part
+may be gone, when a store is offered again that was refused; then the other groups' parts are stored
+without it, and no hit ends there.
+
+A store reads blocks for a while after the step. Blocks of a finished request vLLM holds for it.
+Those of a preempted one, and those that a window has left behind, it gives to others. So each step
+names the stores whose blocks are about to be written into, and the workers end them before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+
+from kvdock.types import GroupKind
+from kvdock_vllm.events import Teller
+from kvdock_vllm.groups import NULL_BLOCK, GroupShape
+from kvdock_vllm.keys import ScopeReader
+from kvdock_vllm.metadata import GroupStore, StoreOutcome, StoreSpec, Target
+from kvdock_vllm.records import Record
+
+# What was refused (no memory, a parent that went) is not offered again sooner.
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Job:
+    """A store under way."""
+
+    record: Record
+    block_ids: frozenset[int]
+    workers: int
+    """How many have not yet reported."""
+
+
+class Stores:
+    """Those of one engine. Used by one thread."""
+
+    def __init__(
+        self, shapes: Sequence[GroupShape], scopes: ScopeReader, teller: Teller, *, workers: int
+    ) -> None:
+        self._shapes = shapes
+        # A window's part may only follow a chunk that the server knows, by whatever part of it.
+        self._positions = sorted(
+            range(len(shapes)), key=lambda n: shapes[n].kind is not GroupKind.FULL_ATTENTION
+        )
+        self._scopes = scopes
+        self._teller = teller
+        self._workers = workers
+        self._jobs: dict[int, _Job] = {}
+        self._num_jobs = 0
+
+    @property
+    def under_way(self) -> Set[int]:
+        """Their job ids."""
+        return self._jobs.keys()
+
+    def plan(
+        self, record: Record, num_tokens: int, target: Target, *, held_from: int = 0
+    ) -> StoreSpec | None:
+        """The store of what is complete within a request's first ``num_tokens`` tokens and was not
+        offered yet, if there is any.
+
+        ``held_from`` is the number of tokens of which windows may have left behind what they do not
+        need any more; 0: the record's tables say so themselves.
+        """
+        if record.stored_epoch != target.epoch:
+            record.stored_epoch, record.stored_chunks = target.epoch, 0
+        first, chunk_tokens = record.stored_chunks, target.chunk_tokens
+        if num_tokens < (first + 1) * chunk_tokens or time.monotonic() < record.retry_at:
+            return None
+        keys = record.keys(self._scopes, num_tokens, chunk_tokens)
+        complete = (
+            len(table) // shape.chunk_blocks(chunk_tokens)
+            for shape, table in zip(self._shapes, record.tables, strict=True)
+        )
+        end = min(len(keys), *complete)
+        if end <= first:
+            return None
+        record.stored_chunks = end
+        groups = tuple(
+            group
+            for position in self._positions
+            if (group := self._group_store(record, position, keys, first, end, target, held_from))
+        )
+        if not groups:
+            return None
+        self._num_jobs += 1
+        job_id = self._num_jobs
+        record.jobs.add(job_id)
+        block_ids = frozenset(block for group in groups for block in group.block_ids)
+        self._jobs[job_id] = _Job(record, block_ids, self._workers)
+        return StoreSpec(job_id, record.request.request_id, groups, target)
+
+    def _group_store(
+        self,
+        record: Record,
+        position: int,
+        keys: Sequence[bytes],
+        first: int,
+        end: int,
+        target: Target,
+        held_from: int,
+    ) -> GroupStore | None:
+        """Of chunks [first, end) the parts of one group whose blocks are still the request's."""
+        shape, table = self._shapes[position], record.tables[position]
+        first_held = shape.first_needed_block(held_from)
+        parts = [shape.part(chunk, target.chunk_tokens) for chunk in range(first, end)]
+        # What is gone is gone from the beginning on.
+        gone = 0
+        for index, part in enumerate(parts):
+            if part.start < first_held or NULL_BLOCK in table[part]:
+                gone = index + 1
+        if gone == len(parts):
+            return None
+        begin = first + gone
+        return GroupStore(
+            position=position,
+            group_idx=shape.group_idx,
+            first_chunk=begin,
+            parent=keys[begin - 1] if begin else b"",
+            keys=tuple(keys[begin:end]),
+            block_ids=tuple(block for part in parts[gone:] for block in table[part]),
+            event_data=self._teller.tell(record.request, shape, begin, end, target.chunk_tokens)
+            if target.event_log
+            else (),
+        )
+
+    def reading(self, block_ids: Iterable[int]) -> list[int]:
+        """The stores that read any of these blocks."""
+        written = set(block_ids)
+        return [
+            job_id for job_id, job in self._jobs.items() if not job.block_ids.isdisjoint(written)
+        ]
+
+    def note(self, job_id: int, outcome: StoreOutcome) -> bool:
+        """Some workers are done with a store. True if all are now."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return False
+        job.workers -= outcome.workers
+        if outcome.refused_from is not None:
+            # Offered again, together with what follows it.
+            job.record.stored_chunks = min(job.record.stored_chunks, outcome.refused_from)
+            job.record.retry_at = time.monotonic() + _RETRY_SECONDS
+        if job.workers > 0:
+            return False
+        del self._jobs[job_id]
+        job.record.jobs.discard(job_id)
+        return True
