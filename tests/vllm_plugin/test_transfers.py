@@ -19,7 +19,7 @@ import torch
 
 import kvdock
 from kvdock.types import BlockRegion, ChunkStatus, DeviceAllocation, GroupMemory, TransferMode
-from kvdock_vllm.copier import CopyStoppedError
+from kvdock_vllm.copier import CopyStoppedError, Part
 from kvdock_vllm.groups import GroupShape
 from kvdock_vllm.layout import GroupLayout, Region
 from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
@@ -226,6 +226,25 @@ def test_nothing_is_copied_after_the_end(bench: Bench, kind: str) -> None:
     with pytest.raises(CopyStoppedError):
         bench.store(transfers)
     assert bench.workers == {TransferMode.SHARED: 0}
+
+
+def test_groups_of_unequal_blocks_share_the_staging_buffers(bench: Bench) -> None:
+    large = np.random.default_rng(3).integers(0, 256, (5, 3000), np.uint8)
+    layouts = [bench.layout, GroupLayout(5, (Region(large.ctypes.data, 3000, 3000),), ("page",))]
+    mover = DeviceMover(layouts, CPU, 1000)  # less than one of the large blocks
+    mover.open(bench.session)
+    for position, ids, wanted in [
+        (1, [4, 0, 2], large[[4, 0, 2]]),
+        (0, [7, 1], bench.blocks[:, [7, 1]].transpose(1, 0, 2)),
+    ]:
+        host = np.zeros(wanted.size, np.uint8)
+        mover.gather(position, [Part(ids, host)], never)
+        assert host.tobytes() == wanted.tobytes()
+        host[:] = position
+        mover.scatter(position, [Part(ids, host)], never)
+    assert (large[[4, 0, 2]] == 1).all()
+    assert (bench.blocks[:, [7, 1]] == 0).all()
+    mover.close(bench.session)
 
 
 def test_memory_that_cannot_be_exported_is_copied_in_shared_mode(
