@@ -10,3 +10,5 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "bench"), str(Path(__file__).parent)]
+
+pytest_plugins = ["simkit"]

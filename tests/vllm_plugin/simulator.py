@@ -3,9 +3,13 @@
 The scheduler, its KV-cache manager and both halves of the connector are real; only the forward pass
 is not. In its place each step writes, for each token that it computes, bytes that are a function of
 all tokens up to there, of the layer and of the rank. Before that it checks that every token which
-the scheduler believes to be computed has exactly those bytes in the block where the scheduler
-believes them to be. So whatever puts a wrong byte anywhere, a load at the wrong place, a store of
-blocks that were given away, a key that says too little, is found in the next step that matters.
+the scheduler believes to be computed, and which the layer sees, has exactly those bytes in the
+block where the scheduler believes them to be. So whatever puts a wrong byte anywhere, a load at the
+wrong place, a store of blocks that were given away, a key that says too little, is found in the
+next step that matters.
+
+A model has one or several groups of layers, of full attention or of sliding windows, with blocks of
+one size or of several. As in vLLM the groups lie over one another in the same memory.
 
 Messages between the halves are pickled, as they are between vLLM's processes.
 """
@@ -32,27 +36,60 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.lora.request import LoRARequest
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvdock_vllm.connector import KVDockConnector
+from kvdock_vllm.groups import NULL_BLOCK
 from kvdock_vllm.plugin import register
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 64
-LAYERS = ("layer.0", "layer.1", "layer.2")
-_HEAD = 16
-_ROW_BYTES = 2 * _HEAD * 4
+_LAYERS_A_GROUP = 3
+_PAGE_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One KV-cache group of a simulated model: three layers."""
+
+    block_tokens: int = BLOCK_TOKENS
+    window: int = 0
+    """Tokens that a token sees, itself included. 0: all."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes a token and layer. Pages are of one size in all groups."""
+        return _PAGE_BYTES // self.block_tokens
+
+    def first_seen(self, token: int) -> int:
+        """The first token that a token sees."""
+        return max(0, token - self.window + 1) if self.window else 0
+
+    def spec(self, *, mla: bool) -> KVCacheSpec:
+        sizes: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32}
+        sizes |= {"block_size": self.block_tokens, "head_size": self.row_bytes // (4 if mla else 8)}
+        if self.window:
+            of_window = SlidingWindowMLASpec if mla else SlidingWindowSpec
+            return of_window(sliding_window=self.window, **sizes)
+        return (MLAAttentionSpec if mla else FullAttentionSpec)(**sizes)
 
 
 class WrongBytesError(AssertionError):
@@ -89,31 +126,41 @@ class _History:
 class _Rank:
     """A worker: tensors and the connector's half."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, rank: int, mla: bool):
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: KVCacheConfig,
+        groups: Sequence[Layers],
+        rank: int,
+        mla: bool,
+    ) -> None:
         config = copy.deepcopy(vllm_config)
         config.parallel_config.rank = rank
         self.identity = 0 if mla else rank
         blocks = kv_cache_config.num_blocks
-        row = _ROW_BYTES // 4
         # One allocation for all layers, as vLLM makes it.
-        memory = torch.zeros(len(LAYERS) * blocks * BLOCK_TOKENS * row, dtype=torch.float32)
-        self.caches = {
-            name: part.view(blocks, 1, BLOCK_TOKENS, row)
-            for name, part in zip(LAYERS, memory.chunk(len(LAYERS)), strict=True)
-        }
-        self.views = [
-            cache.numpy().view(np.uint8).reshape(blocks * BLOCK_TOKENS, _ROW_BYTES)
-            for cache in self.caches.values()
-        ]
+        memory = torch.zeros(_LAYERS_A_GROUP * blocks * _PAGE_BYTES // 4, dtype=torch.float32)
+        caches: dict[str, torch.Tensor] = {}
+        self.views: list[list[Any]] = []
+        """For each group and layer the bytes of all tokens."""
+        for layers, group in zip(groups, kv_cache_config.kv_cache_groups, strict=True):
+            parts = memory.chunk(_LAYERS_A_GROUP)
+            shape = blocks, 1, layers.block_tokens, layers.row_bytes // 4
+            caches |= {
+                name: part.view(shape) for name, part in zip(group.layer_names, parts, strict=True)
+            }
+            self.views.append(
+                [part.numpy().view(np.uint8).reshape(-1, layers.row_bytes) for part in parts]
+            )
         self.connector = KVDockConnector(config, KVConnectorRole.WORKER, kv_cache_config)
-        self.connector.register_kv_caches(self.caches)
+        self.connector.register_kv_caches(caches)
 
-    def rows(self, digests: Sequence[bytes], layer: int) -> Any:
+    def rows(self, digests: Sequence[bytes], layer: int, row_bytes: int) -> Any:
         """What this rank's layer holds for tokens with these histories."""
         seeds = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), 16).copy()
         seeds[:, 0] ^= layer + 1
         seeds[:, 1] ^= self.identity + 1
-        return np.tile(seeds, (1, _ROW_BYTES // 16))
+        return np.tile(seeds, (1, row_bytes // 16))
 
 
 @dataclass
@@ -121,7 +168,7 @@ class _Running:
     """A request as the model runner knows it."""
 
     tokens: list[int]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     num_computed_tokens: int
 
 
@@ -134,6 +181,7 @@ class SimulatedEngine:
         address: str,
         *,
         num_blocks: int = 256,
+        groups: Sequence[Layers] = (Layers(),),
         mla: bool = False,
         tensor_size: int = 1,
         async_scheduling: bool = False,
@@ -165,9 +213,12 @@ class SimulatedEngine:
         self.config = EngineArgs(**settings).create_engine_config()
         self.config.cache_config.block_size = BLOCK_TOKENS
         self.config.cache_config.num_gpu_blocks = num_blocks
-        self.kv_cache_config = kv_cache_config(num_blocks, mla=mla)
+        self.groups = groups
+        self.kv_cache_config = kv_cache_config(num_blocks, groups, mla=mla)
+        block_tokens, hash_tokens = resolve_kv_cache_block_sizes(self.kv_cache_config, self.config)
         self.ranks = [
-            _Rank(self.config, self.kv_cache_config, rank, mla) for rank in range(tensor_size)
+            _Rank(self.config, self.kv_cache_config, groups, rank, mla)
+            for rank in range(tensor_size)
         ]
         # The CPU platform turns it off, for reasons that are not the scheduler's.
         self.config.scheduler_config.async_scheduling = async_scheduling
@@ -176,8 +227,8 @@ class SimulatedEngine:
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK_TOKENS,
-            hash_block_size=BLOCK_TOKENS,
+            block_size=block_tokens,
+            hash_block_size=hash_tokens,
             log_stats=True,
         )
         connector: Any = self.scheduler.connector
@@ -190,7 +241,7 @@ class SimulatedEngine:
         )
         self._aggregator = KVOutputAggregator(tensor_size)
         init_none_hash(_sha256)
-        self._hasher = get_request_block_hasher(BLOCK_TOKENS, _sha256)
+        self._hasher = get_request_block_hasher(hash_tokens, _sha256)
         self._histories: dict[str, _History] = {}
         self._running: dict[str, _Running] = {}
         self._pending: deque[tuple[Any, ModelRunnerOutput]] = deque()
@@ -199,6 +250,8 @@ class SimulatedEngine:
         """Runs in each step after scheduling."""
         self.counted: dict[str, float] = {}
         """Totals of what the connector told vLLM's metrics."""
+        self.overwritten = 0
+        """How many stores the workers were told to end, because their blocks were given away."""
 
     def add(
         self,
@@ -324,7 +377,7 @@ class SimulatedEngine:
         for new in output.scheduled_new_reqs:
             tokens = list(self.scheduler.requests[new.req_id].all_token_ids)
             self._running[new.req_id] = _Running(
-                tokens, list(new.block_ids[0]), new.num_computed_tokens
+                tokens, [list(table) for table in new.block_ids], new.num_computed_tokens
             )
         cached = output.scheduled_cached_reqs
         for name, blocks, computed in zip(
@@ -333,15 +386,19 @@ class SimulatedEngine:
             running = self._running[name]
             if name in cached.resumed_req_ids:
                 running.tokens = list(self.scheduler.requests[name].all_token_ids)
-                running.block_ids = list(blocks[0])
+                running.block_ids = [list(table) for table in blocks]
             elif blocks is not None:
-                running.block_ids += blocks[0]
+                for table, more in zip(running.block_ids, blocks, strict=True):
+                    table += more
             running.num_computed_tokens = computed
 
     def _run_rank(self, rank: _Rank, output: Any) -> KVConnectorOutput:
         """A model runner's step, in the order of vLLM's own."""
         connector = rank.connector
         metadata = _pickled(output.kv_connector_metadata)
+        for spec in (*metadata.loads, *metadata.stores):
+            assert all(NULL_BLOCK not in group.block_ids for group in spec.groups), spec
+        self.overwritten += len(metadata.overwritten)
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         for name, count in output.num_scheduled_tokens.items():
@@ -349,11 +406,8 @@ class SimulatedEngine:
         context: Any = None
         connector.start_load_kv(context)
         connector.wait_for_save()
-        # What newer versions ask for instead, get_transfer_results, asks for this.
-        finished_sending, finished_recving = connector.get_finished(output.finished_req_ids)
         report = KVConnectorOutput(
-            finished_sending=finished_sending,
-            finished_recving=finished_recving,
+            **_finished(connector, output.finished_req_ids),
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=_pickled(connector.build_connector_worker_meta()),
@@ -367,19 +421,23 @@ class SimulatedEngine:
         start = running.num_computed_tokens
         end = start + count
         digests = self._histories[name].digests(running.tokens)
-        slots = (
-            np.repeat(np.array(running.block_ids) * BLOCK_TOKENS, BLOCK_TOKENS)
-            + np.tile(np.arange(BLOCK_TOKENS), len(running.block_ids))
-        )[:end]
-        for layer, view in enumerate(rank.views):
-            rows = rank.rows(digests[:end], layer)
-            wrong = np.nonzero((view[slots[:start]] != rows[:start]).any(axis=1))[0]
-            if len(wrong):
-                raise WrongBytesError(
-                    f"{name}, layer {layer}, rank {rank.identity}: of {start} computed tokens "
-                    f"{len(wrong)} are wrong, the first is {wrong[0]}"
-                )
-            view[slots[start:]] = rows[start:]
+        for group, layers in enumerate(self.groups):
+            size = layers.block_tokens
+            table = np.array(running.block_ids[group])
+            slots = np.repeat(table * size, size) + np.tile(np.arange(size), len(table))
+            first = layers.first_seen(start)
+            for index, view in enumerate(rank.views[group]):
+                layer = group * _LAYERS_A_GROUP + index
+                rows = rank.rows(digests[first:end], layer, layers.row_bytes)
+                old = rows[: start - first]
+                wrong = np.nonzero((view[slots[first:start]] != old).any(axis=1))[0]
+                if len(wrong):
+                    raise WrongBytesError(
+                        f"{name}, layer {layer}, rank {rank.identity}: of {start} computed tokens, "
+                        f"of which it sees {start - first}, {len(wrong)} are wrong, the first is "
+                        f"{first + wrong[0]}"
+                    )
+                view[slots[start:end]] = rows[start - first :]
 
     def _sample(self, output: Any) -> ModelRunnerOutput:
         names = list(output.num_scheduled_tokens)
@@ -400,18 +458,34 @@ class SimulatedEngine:
         )
 
 
-def kv_cache_config(num_blocks: int, *, mla: bool = False) -> KVCacheConfig:
-    """One group of three layers."""
-    spec = (
-        MLAAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2 * _HEAD, dtype=torch.float32
-        )
-        if mla
-        else FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=_HEAD, dtype=torch.float32
-        )
+def kv_cache_config(
+    num_blocks: int, groups: Sequence[Layers] = (Layers(),), *, mla: bool = False
+) -> KVCacheConfig:
+    """Three layers a group."""
+    return KVCacheConfig(
+        num_blocks,
+        [],
+        [
+            KVCacheGroupSpec(
+                [f"layer.{index * _LAYERS_A_GROUP + layer}" for layer in range(_LAYERS_A_GROUP)],
+                layers.spec(mla=mla),
+            )
+            for index, layers in enumerate(groups)
+        ],
     )
-    return KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(list(LAYERS), spec)])
+
+
+def _finished(connector: KVDockConnector, finished_req_ids: set[str]) -> dict[str, set[str]]:
+    """The requests whose transfers ended, as a version of vLLM asks for them."""
+    if not hasattr(KVConnectorOutput(), "failed_recving"):
+        stored, loaded = connector.get_finished(finished_req_ids)
+        return {"finished_sending": stored or set(), "finished_recving": loaded or set()}
+    results = connector.get_transfer_results(finished_req_ids)
+    return {
+        "finished_sending": results.finished_sending,
+        "finished_recving": results.finished_recving,
+        "failed_recving": results.failed_recving,
+    }
 
 
 def _pickled(value: Any) -> Any:

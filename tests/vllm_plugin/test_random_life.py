@@ -27,14 +27,23 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from modelkit import Llama, make_checkpoint, random_prompt
-from simulator import CHUNK_TOKENS, SimulatedEngine
+from simulator import CHUNK_TOKENS, Layers, SimulatedEngine
 from tests.conftest import ServerProcess
 
 from kvdock import Client
+from kvdock.v1 import cache_pb2
 
 C = CHUNK_TOKENS
 NUM_BLOCKS = 49
 ASK = {"num_kvdock_extra_cached_tokens": None}
+
+# One group, and several: windows longer and shorter than a chunk, blocks of one size and of two.
+MODELS = [
+    (Layers(),),
+    (Layers(), Layers(32, window=150)),
+    (Layers(16, window=24), Layers(), Layers(32, window=33)),
+    (Layers(32), Layers(16, window=100)),
+]
 
 # Prompts are beginnings of few stems, so that they share prefixes, also in part.
 STEMS = [random_prompt(5 * C, seed=seed) for seed in (1, 2)]
@@ -58,8 +67,18 @@ class EngineLife(RuleBasedStateMachine):
         ranks=st.sampled_from([1, 1, 2]),
         mla=st.booleans(),
         async_scheduling=st.booleans(),
+        groups=st.sampled_from(MODELS),
+        prefix_caching=st.booleans(),
     )
-    def begin(self, save_decode: bool, ranks: int, mla: bool, async_scheduling: bool) -> None:
+    def begin(
+        self,
+        save_decode: bool,
+        ranks: int,
+        mla: bool,
+        async_scheduling: bool,
+        groups: tuple[Layers, ...],
+        prefix_caching: bool,
+    ) -> None:
         type(self).lives += 1
         self._start_server()
         self.engine = SimulatedEngine(
@@ -68,6 +87,8 @@ class EngineLife(RuleBasedStateMachine):
             num_blocks=NUM_BLOCKS,
             tensor_size=ranks,
             mla=mla,
+            groups=groups,
+            enable_prefix_caching=prefix_caching,
             async_scheduling=async_scheduling,
             max_num_seqs=4,
             extra_config={"kvdock.save_decode": save_decode},
@@ -108,13 +129,24 @@ class EngineLife(RuleBasedStateMachine):
         assert self.engine is not None
         self.engine.connector.reset_cache()
 
-    @rule(chunk=st.integers(0, 4))
-    def lose_a_lock(self, chunk: int) -> None:
+    @rule(chunk=st.integers(0, 4), group_idx=st.sampled_from([None, 0, 1]))
+    def lose_a_lock(self, chunk: int, group_idx: int | None) -> None:
         assert self.engine is not None
         for load in self.engine.connector._of_scheduler._loads.values():
             if load.lookup is not None:
                 session = load.lookup.live.session
-                session.free_locks(load.lookup.lease_id, chunk, chunk + 1)
+                session.submit(
+                    cache_pb2.FreeLocksRequest(
+                        locks=[
+                            cache_pb2.LockRange(
+                                lease_id=load.lookup.lease_id,
+                                first_chunk=chunk,
+                                end_chunk=chunk + 1,
+                                group_idx=group_idx,
+                            )
+                        ]
+                    )
+                )
 
     @rule()
     def kill_the_server(self) -> None:

@@ -7,100 +7,30 @@ of these tests also proves that what was loaded is right.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from modelkit import Llama, make_checkpoint
-from simulator import BLOCK_TOKENS, CHUNK_TOKENS, Outcome, SimulatedEngine
+from simkit import (
+    ASK,
+    C,
+    StartEngine,
+    StartServer,
+    assert_nothing_held,
+    extra,
+    prompt,
+    slow_copies,
+    status,
+)
+from simulator import BLOCK_TOKENS, SimulatedEngine
 from vllm.lora.request import LoRARequest
 
-from kvdock import Client
-from kvdock.v1 import admin_pb2
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.copier import Copier
-
-C = CHUNK_TOKENS
-ASK = {"num_kvdock_extra_cached_tokens": None, "num_lmcache_extra_cached_tokens": None}
-
-StartServer = Callable[..., Any]
-StartEngine = Callable[..., SimulatedEngine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", Llama(layers=1))
-
-
-@pytest.fixture
-def kvdock(start_server: StartServer) -> Any:
-    """A server with chunks of 64 tokens."""
-    return start_server("--chunk-tokens", str(C))
-
-
-@pytest.fixture
-def start_engine(model: Path, kvdock: Any) -> Iterator[StartEngine]:
-    engines: list[SimulatedEngine] = []
-
-    def start(**arguments: Any) -> SimulatedEngine:
-        address = arguments.pop("address", kvdock.address)
-        engines.append(SimulatedEngine(model, address, **arguments))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        assert free == engine.kv_cache_config.num_blocks - 1, "vLLM's blocks were leaked"
-    if kvdock.process.poll() is None and engines:
-        assert_nothing_held(kvdock)
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture
-def engine(start_engine: StartEngine) -> SimulatedEngine:
-    return start_engine()
-
-
-def status(server: Any) -> admin_pb2.StatusResponse:
-    with Client(server.address) as client:
-        return client.status()
-
-
-def assert_nothing_held(server: Any) -> None:
-    """No lock, lease, reservation or half-stored part, at the latest in a moment."""
-    deadline = time.monotonic() + 3
-    while True:
-        now = status(server)
-        held = (
-            now.index.leases,
-            now.index.locks,
-            now.index.pending_parts,
-            now.pool.reserved_bytes,
-        )
-        if not any(held):
-            return
-        assert time.monotonic() < deadline, f"(leases, locks, pending, reserved) = {held}"
-        time.sleep(0.01)
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(3, 2000) for _ in range(tokens)]
-
-
-def extra(outcome: Outcome) -> int:
-    """Extra cached tokens, the same under both names."""
-    assert outcome.kv_transfer_params is not None
-    (number,) = set(outcome.kv_transfer_params.values())
-    assert outcome.kv_transfer_params.keys() == ASK.keys()
-    return int(number)
-
 
 # -- hits -------------------------------------------------------------------------------------
 
@@ -362,7 +292,7 @@ def test_blocks_given_away_while_a_store_reads_them(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
 ) -> None:
     # Copies take longer than preempted blocks may be read, so that stores are given up.
-    _slow_copies(monkeypatch, 0.03)
+    slow_copies(monkeypatch, 0.03)
     monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
     engine = start_engine(num_blocks=61, async_scheduling=async_scheduling)
     for n in range(6):
@@ -410,18 +340,6 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     warm = start_engine().generate(prompt(C + 9), max_tokens=7, kv_transfer_params=ASK)
     assert warm.tokens == engine.outcomes["r"].tokens
     assert extra(warm) == C, "what the resumed request stored is there"
-
-
-def _slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Each piece of a copy takes so much longer, after it was decided to copy it."""
-    real = Copier._pieces
-
-    def slow(self: Copier, *arguments: Any) -> Iterator[Any]:
-        for piece in real(self, *arguments):
-            time.sleep(seconds)
-            yield piece
-
-    monkeypatch.setattr(Copier, "_pieces", slow)
 
 
 def test_requests_preempted_and_resumed_in_one_step(engine: SimulatedEngine) -> None:
@@ -644,7 +562,7 @@ def test_a_reset_reaches_stores_that_are_under_way(
     start_engine: StartEngine, kvdock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_engine()
-    _slow_copies(monkeypatch, 0.2)
+    slow_copies(monkeypatch, 0.2)
     engine.add("r", prompt(2 * C))
     while engine.outcomes["r"].finish_reason is None:
         engine.step()

@@ -1,0 +1,327 @@
+"""Hybrid models under vLLM's scheduler: every byte that a layer sees is checked in every step.
+
+Null blocks are looked for in all loads and stores by the simulated engine itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simkit import (
+    ASK,
+    C,
+    StartEngine,
+    assert_nothing_held,
+    extra,
+    prompt,
+    slow_copies,
+    status,
+)
+from simulator import Layers, SimulatedEngine
+
+from kvdock import Client
+from kvdock_vllm import worker as worker_module
+
+FULL = Layers(16)
+MODELS = {
+    "window of several chunks": (FULL, Layers(32, window=150)),
+    "window of half a chunk, first": (Layers(16, window=24), FULL),
+    "window that ends a chunk": (FULL, Layers(16, window=C)),
+    "window that begins a block": (FULL, Layers(32, window=33)),
+    "two windows": (Layers(32, window=70), FULL, Layers(16, window=17)),
+    "larger blocks of full attention": (Layers(32), Layers(16, window=100)),
+    "nothing but a window": (Layers(16, window=100),),
+}
+SOME = ["window of several chunks", "two windows"]
+
+
+@pytest.fixture(params=MODELS)
+def groups(request: pytest.FixtureRequest) -> tuple[Layers, ...]:
+    found: tuple[Layers, ...] = MODELS[request.param]
+    return found
+
+
+def hit(groups: tuple[Layers, ...], tokens: int) -> int:
+    """How many of a prompt's tokens can be had when all of it was stored.
+
+    vLLM computes the last token again, for which a window may need a block more than vLLM keeps:
+    that of a prompt of whole chunks is not asked for then.
+    """
+    awkward = any(one.window and (one.window - 1) % one.block_tokens == 0 for one in groups)
+    return (tokens - awkward) // C * C
+
+
+# -- hits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [C - 1, C, C + 1, 3 * C, 3 * C + 1, 7 * C + 40])
+def test_a_second_engine_gets_what_the_first_stored(
+    start_engine: StartEngine, groups: tuple[Layers, ...], tokens: int
+) -> None:
+    engine = start_engine(groups=groups)
+    cold = engine.generate(prompt(tokens), max_tokens=40)
+    assert cold.tokens == engine.expected(prompt(tokens), 40)
+    warm = start_engine(groups=groups).generate(
+        prompt(tokens), max_tokens=40, kv_transfer_params=ASK
+    )
+    assert warm.tokens == cold.tokens
+    assert extra(warm) == warm.num_cached_tokens == hit(groups, tokens)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_every_chunk_that_is_generated_is_a_hit_for_the_next_turn(
+    start_engine: StartEngine, groups: tuple[Layers, ...], async_scheduling: bool
+) -> None:
+    first = start_engine(groups=groups, async_scheduling=async_scheduling).generate(
+        prompt(C // 2), max_tokens=4 * C
+    )
+    whole = prompt(C // 2) + first.tokens
+    other = start_engine(groups=groups)
+    for chunks in (1, 3, 4):
+        other.forget()
+        warm = other.generate(whole[: chunks * C + 9], kv_transfer_params=ASK)
+        assert extra(warm) == chunks * C
+
+
+@pytest.mark.parametrize("budget", [48, 112])
+def test_chunks_that_are_computed_over_several_steps(
+    start_engine: StartEngine, groups: tuple[Layers, ...], budget: int
+) -> None:
+    start_engine(groups=groups, max_num_batched_tokens=budget).generate(prompt(6 * C + 5))
+    for chunks in (2, 6):
+        warm = start_engine(groups=groups).generate(
+            prompt(6 * C + 5)[: chunks * C + 5], kv_transfer_params=ASK
+        )
+        assert extra(warm) == chunks * C
+
+
+@pytest.mark.parametrize("shared", [C - 1, C, C + 1, 2 * C + 17, 5 * C])
+def test_a_prefix_hit_that_continues_differently(
+    start_engine: StartEngine, groups: tuple[Layers, ...], shared: int
+) -> None:
+    engine = start_engine(groups=groups)
+    common = prompt(shared)
+    engine.generate(common + prompt(3 * C, seed=1), max_tokens=2)
+    engine.forget()
+    other = engine.generate(common + prompt(3 * C, seed=2), max_tokens=40, kv_transfer_params=ASK)
+    assert extra(other) == shared // C * C
+
+
+@pytest.mark.parametrize("own", [C // 2, C + C // 2, 4 * C, 5 * C - 32])
+def test_a_hit_behind_what_the_engine_has(
+    start_engine: StartEngine, kvdock: Any, groups: tuple[Layers, ...], own: int
+) -> None:
+    engine = start_engine(groups=groups)
+    whole = prompt(5 * C + 3)
+    engine.generate(whole)
+    engine.forget()
+    had = engine.generate(whole[: own + 1])
+    assert had.finish_reason == "length"
+    outcome = engine.generate(whole, max_tokens=40, kv_transfer_params=ASK)
+    assert outcome.num_cached_tokens == 5 * C
+    assert 0 < extra(outcome) <= 5 * C - own + 32
+    assert_nothing_held(kvdock)
+
+
+def test_only_what_the_windows_need_is_stored_and_loaded(
+    start_engine: StartEngine, kvdock: Any
+) -> None:
+    # Of the first group two blocks of each chunk's four, of the last one of four.
+    groups = (Layers(16, window=24), FULL, Layers(16, window=17))
+    engine = start_engine(groups=groups)
+    engine.generate(prompt(6 * C + 5))
+    page = 3 * 2048
+    assert engine.counted["stored_chunks"] == 3 * 6
+    assert engine.counted["stored_bytes"] == 6 * (2 + 4 + 1) * page
+    other = start_engine(groups=groups)
+    other.generate(prompt(6 * C + 5))
+    assert other.counted["loaded_chunks"] == 1 + 6 + 1
+    assert other.counted["loaded_bytes"] == (2 + 6 * 4 + 1) * page
+    assert status(kvdock).counters.retrieved_shards == 8
+
+
+def test_a_hit_needs_no_parts_before_its_windows(start_engine: StartEngine, kvdock: Any) -> None:
+    groups = MODELS["window of several chunks"]
+    engine = start_engine(groups=groups)
+    whole = prompt(9 * C + 5)
+    engine.generate(whole)
+    with Client(kvdock.address) as client:
+        (listed,) = client.namespaces()
+        client.clear(listed.namespace.name)
+    # The engine has the prefix itself: of what its windows left behind it can store nothing.
+    engine.generate(whole + prompt(C, seed=1))
+    with Client(kvdock.address) as client:
+        parts = [part.group_idx for part in client.chunks(listed.namespace.name)]
+    assert (parts.count(0), parts.count(1)) == (10, 3)
+    warm = start_engine(groups=groups).generate(
+        whole + prompt(C, seed=1), max_tokens=40, kv_transfer_params=ASK
+    )
+    assert extra(warm) == 10 * C
+
+
+def test_a_hit_ends_where_the_windows_parts_are(start_engine: StartEngine, kvdock: Any) -> None:
+    groups = MODELS["window of several chunks"]
+    engine = start_engine(groups=groups)
+    whole = prompt(9 * C + 5)
+    engine.generate(whole)
+    with Client(kvdock.address) as client:
+        (listed,) = client.namespaces()
+        client.clear(listed.namespace.name)
+    engine.generate(whole)
+    # Six chunks of full attention are there, and nothing of what windows need at their end.
+    warm = start_engine(groups=groups).generate(whole[: 6 * C + 5], kv_transfer_params=ASK)
+    assert extra(warm) == 0
+    assert_nothing_held(kvdock)
+
+
+@pytest.mark.parametrize("mla", [False, True])
+def test_tensor_parallel_ranks(start_engine: StartEngine, kvdock: Any, mla: bool) -> None:
+    arguments: dict[str, Any] = {"groups": MODELS["two windows"], "tensor_size": 2, "mla": mla}
+    cold = start_engine(**arguments).generate(prompt(5 * C + 9), max_tokens=C)
+    assert status(kvdock).counters.stored_shards == 3 * 6 * (1 if mla else 2)
+    warm = start_engine(**arguments).generate(
+        prompt(5 * C + 9), max_tokens=C, kv_transfer_params=ASK
+    )
+    assert warm.tokens == cold.tokens
+    assert extra(warm) == 5 * C
+
+
+def test_a_model_without_its_windows_shares_nothing(start_engine: StartEngine) -> None:
+    start_engine(groups=(FULL, Layers(16, window=100))).generate(prompt(4 * C))
+    for groups in ((FULL, Layers(16, window=90)), (FULL, FULL), (Layers(16, window=100), FULL)):
+        warm = start_engine(groups=groups).generate(prompt(4 * C), kv_transfer_params=ASK)
+        assert extra(warm) == 0
+
+
+# -- blocks that are given away -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_blocks_that_a_window_left_behind_while_a_store_reads_them(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    # Without a cache of its own vLLM gives out first what was given back last.
+    slow_copies(monkeypatch, 0.01)
+    monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
+    groups = MODELS["two windows"]
+    engine = start_engine(
+        groups=groups,
+        num_blocks=120,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=False,
+        async_scheduling=async_scheduling,
+    )
+    for n in range(3):
+        engine.add(f"r{n}", prompt(7 * C, seed=n), max_tokens=C)
+    engine.run(100)
+    assert engine.overwritten > 0
+    monkeypatch.undo()
+    other = start_engine(groups=groups)
+    for n in range(3):
+        whole = prompt(7 * C, seed=n) + engine.outcomes[f"r{n}"].tokens
+        for chunks in range(1, 8):
+            # Whatever is there is right: the engine checks the bytes.
+            other.forget()
+            other.generate(whole[: chunks * C + 3])
+
+
+@pytest.mark.parametrize("model_name", SOME)
+def test_preempted_requests_are_resumed_from_what_was_stored(
+    start_engine: StartEngine, model_name: str
+) -> None:
+    groups = MODELS[model_name]
+    engine = start_engine(groups=groups, num_blocks=110)
+    for n in range(6):
+        engine.add(f"r{n}", prompt(3 * C, seed=n), max_tokens=3 * C, kv_transfer_params=ASK)
+    for n in range(2000):
+        if not engine.scheduler.has_requests():
+            break
+        engine.step()
+        if n % 50 == 49:
+            engine.preempt_all()
+    engine.run(60)
+    for n in range(6):
+        expected = engine.expected(prompt(3 * C, seed=n), 3 * C)
+        assert engine.outcomes[f"r{n}"].tokens == expected
+        assert extra(engine.outcomes[f"r{n}"]) == 0
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_name", SOME)
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(
+    start_engine: StartEngine, kvdock: Any, model_name: str, position: int
+) -> None:
+    engine = start_engine(groups=MODELS[model_name], tensor_size=2)
+    cold = engine.generate(prompt(6 * C + 9), max_tokens=40)
+    engine.forget()
+    # A little of it the engine has itself.
+    engine.generate(prompt(6 * C)[: C + 1])
+    engine.add("r", prompt(6 * C + 9), max_tokens=40, kv_transfer_params=ASK)
+
+    def lose_the_last_chunk() -> None:
+        for load in engine.connector._of_scheduler._loads.values():
+            engine.between_schedule_and_forward = lambda: None
+            assert load.lookup is not None
+            session = load.lookup.live.session
+            lost = session.free_locks(load.lookup.lease_id, 5, 6, reader=1, group_idx=position)
+            assert lost == 1
+
+    engine.between_schedule_and_forward = lose_the_last_chunk
+    engine.run()
+    assert engine.outcomes["r"].tokens == cold.tokens
+    assert extra(engine.outcomes["r"]) == 0
+    assert engine.counted["failed_loads"] == 1
+    assert_nothing_held(kvdock)
+    engine.forget()
+    again = engine.generate(prompt(6 * C + 9), max_tokens=40, kv_transfer_params=ASK)
+    assert (again.tokens, extra(again)) == (cold.tokens, 6 * C)
+
+
+def test_a_server_that_dies_between_the_hit_and_the_load(
+    start_engine: StartEngine, kvdock: Any
+) -> None:
+    engine = start_engine(groups=MODELS["two windows"])
+    cold = engine.generate(prompt(4 * C), max_tokens=4)
+    engine.forget()
+    engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
+
+    def kill() -> None:
+        if engine.connector._of_scheduler._loads:
+            engine.between_schedule_and_forward = lambda: None
+            kvdock.kill()
+
+    engine.between_schedule_and_forward = kill
+    engine.run()
+    assert kvdock.process.poll() is not None
+    assert engine.outcomes["r"].tokens == cold.tokens
+    assert extra(engine.outcomes["r"]) == 0
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_abort_after_any_step(
+    start_engine: StartEngine, kvdock: Any, async_scheduling: bool
+) -> None:
+    engine = start_engine(groups=MODELS["two windows"], async_scheduling=async_scheduling)
+    engine.generate(prompt(4 * C))
+    for steps in range(1, 12):
+        engine.forget()
+        engine.add(f"gone{steps}", prompt(5 * C), max_tokens=40)
+        for _ in range(steps):
+            engine.step()
+        engine.abort(f"gone{steps}")
+        engine.run()
+        assert_nothing_held(kvdock)
+
+
+def test_a_reset_clears_the_server_too(start_engine: StartEngine, kvdock: Any) -> None:
+    engine: SimulatedEngine = start_engine(groups=MODELS["window of several chunks"])
+    engine.generate(prompt(4 * C))
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert status(kvdock).index.chunks == 0
+    assert extra(engine.generate(prompt(4 * C), kv_transfer_params=ASK)) == 0
+    engine.forget()
+    assert extra(engine.generate(prompt(4 * C), kv_transfer_params=ASK)) == 4 * C
