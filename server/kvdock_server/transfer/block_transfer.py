@@ -76,6 +76,10 @@ class BlockTransfer:
         self._hosts = hosts
         self._start = start
 
+    @property
+    def total_bytes(self) -> int:
+        return len(self._ids) * self._group.planner.block_bytes
+
     def ready(self) -> bool:
         return self._start.has_come()
 

@@ -279,6 +279,10 @@ class _ReleaseStaging:
         self._device = device
         self._mover = mover
 
+    @property
+    def total_bytes(self) -> int:
+        return 0
+
     def ready(self) -> bool:
         return True
 

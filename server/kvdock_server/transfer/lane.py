@@ -1,8 +1,10 @@
 """A lane: one thread that copies in one direction for one device.
 
-Each device has two, so that loads never wait behind stores. A lane takes its jobs piece by piece in
-turn, so a small load passes a large one, and keeps a few pieces under way, so that the link never
-waits for the thread.
+Each device has two, so that loads never wait behind stores. A lane keeps a few pieces under way, so
+that the link never waits for the thread. The next piece is, in turn, the first job's and that of
+the job with the least left: a small load passes a large one, which is not held up for ever. Equal
+jobs end one after the other, the first as soon as it can; if they shared the link they would all
+end late, and leave it idle together while their callers ask for more.
 
 A job starts when it is ready, that is when the engine's kernels before it are done. The lane asks
 (an event query) and does not queue a wait on its stream: a wait would stop every job behind it,
@@ -47,6 +49,11 @@ class TransferCancelledError(TransferFailedError):
 
 class Transfer(Protocol):
     """What a lane needs to carry a job out. Called on the lane's thread only."""
+
+    @property
+    def total_bytes(self) -> int:
+        """About how much there is to copy."""
+        ...
 
     def ready(self) -> bool:
         """True once copying may start. Called until it is."""
@@ -100,8 +107,11 @@ class Job:
     _pieces: Iterator[Piece] | None = None
     _exhausted: bool = False
     _under_way: int = 0
+    bytes_left: int = 0
+    """To be started."""
 
     def __post_init__(self) -> None:
+        self.bytes_left = self.transfer.total_bytes
         self.settled.set_running_or_notify_cancel()  # who waits may give up, the job may not
 
     def cancel(self) -> None:
@@ -132,6 +142,7 @@ class Job:
                 if piece is not None:
                     ticket = self.transfer.start(piece)
                     self._under_way += 1
+                    self.bytes_left -= piece.total_bytes
                     return piece, ticket
         except Exception as error:
             self._error = error
@@ -182,7 +193,9 @@ class Lane:
         self._new: deque[Job] = deque()
         self._closed: TransferFailedError | None = None
         self._waiting: deque[Job] = deque()
-        self._running: deque[Job] = deque()
+        self._running: list[Job] = []
+        """In the order in which they became ready."""
+        self._is_turn_of_first = False
         self._under_way: deque[tuple[Job, Piece, int]] = deque()
         self._poll_seconds = _FIRST_POLL_SECONDS
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -218,11 +231,12 @@ class Lane:
         while self._take_new():
             self._admit()
             while self._running and self._has_room():
-                job = self._running.popleft()
+                job = self._next_job()
                 started = job.start_next()
                 if started is not None:
                     self._under_way.append((job, *started))
-                    self._running.append(job)
+                else:
+                    self._running.remove(job)
             if self._under_way:
                 self._await_oldest()
         while self._under_way:
@@ -231,6 +245,12 @@ class Lane:
         for job in (*self._waiting, *self._running):
             job.give_up(self._closed)
         self._mover.close()
+
+    def _next_job(self) -> Job:
+        self._is_turn_of_first = not self._is_turn_of_first
+        if self._is_turn_of_first:
+            return self._running[0]
+        return min(self._running, key=lambda job: job.bytes_left)
 
     def _has_room(self) -> bool:
         count = len(self._under_way)

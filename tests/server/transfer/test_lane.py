@@ -56,6 +56,10 @@ class HostTransfer:
         self.is_ready = True
         self.finished = 0
 
+    @property
+    def total_bytes(self) -> int:
+        return len(self.source)
+
     def ready(self) -> bool:
         return self.is_ready
 
@@ -114,6 +118,29 @@ def test_a_small_transfer_passes_a_large_one(lane: Lane, mover: HostMover) -> No
     large.settled.result(5)
     last_of_small = len(mover.log) - mover.log[::-1].index("small")
     assert mover.log[:last_of_small].count("large") < 10
+
+
+def test_a_large_transfer_goes_on_while_small_ones_pass(lane: Lane, mover: HostMover) -> None:
+    mover.gate.clear()
+    large = lane.submit(HostTransfer(mover, "large", 20))
+    eventually(lambda: mover.started)
+    small = [lane.submit(HostTransfer(mover, "small", 2)) for _ in range(30)]
+    mover.gate.set()
+    for job in (large, *small):
+        job.settled.result(5)
+    last_of_large = len(mover.log) - mover.log[::-1].index("large")
+    assert 5 < mover.log[:last_of_large].count("small") < 30
+
+
+def test_equal_transfers_end_one_after_the_other(lane: Lane, mover: HostMover) -> None:
+    mover.gate.clear()
+    jobs = [lane.submit(HostTransfer(mover, name, 20)) for name in "abc"]
+    mover.gate.set()
+    for job in jobs:
+        job.settled.result(5)
+    ends = sorted(len(mover.log) - mover.log[::-1].index(name) for name in "abc")
+    assert ends[0] <= 24
+    assert ends[1] <= 44
 
 
 def test_what_is_not_ready_holds_nobody_up(lane: Lane, mover: HostMover) -> None:
