@@ -177,12 +177,13 @@ class Branch:
             return self._relay.passed
 
     def _queue(self, blocks: RelayedBlocks, stream: int) -> None:
-        segments, rectangles = self._group.planner.plan(blocks.ids)
+        planner, kernel = self._group.planner, self._group.kernel
         link_us = len(blocks.ids) * blocks.block_bytes / COPY_PRICES.link_bytes_per_us
-        queueing_us = (len(segments) + len(rectangles)) * blocks.receivers * _COPY_US
-        if self._group.kernel is not None and queueing_us > link_us * _MOST_QUEUEING:
-            self._group.kernel.launch(blocks.ids, stream)
+        queueing_us = planner.count(blocks.ids) * blocks.receivers * _COPY_US
+        if kernel is not None and queueing_us > link_us * _MOST_QUEUEING:
+            kernel.launch(blocks.ids, stream)
         else:
+            segments, rectangles = planner.plan(blocks.ids)
             _copy_rectangles(self._driver, rectangles, stream)
             _copy_segments(self._driver, segments, stream)
 
@@ -240,25 +241,29 @@ class FanOut(BlockTransfer):
 
 def _windows(count: int, block_bytes: int, window_bytes: int) -> Iterator[slice]:
     """Slices of ``count`` blocks of equal length, of so many bytes or, if there are fewer, one."""
-    windows = max(1, count * block_bytes // window_bytes)
+    windows = min(count, max(1, count * block_bytes // window_bytes))
     for window in range(windows):
         yield slice(count * window // windows, count * (window + 1) // windows)
 
 
 def _copy_segments(driver: Driver, segments: Segments, stream: int) -> None:
-    if not driver.has_batch_copy:
-        for source, target, nbytes in zip(
-            segments.device.tolist(), segments.host.tolist(), segments.nbytes.tolist(), strict=True
-        ):
-            driver.copy_between(target, source, nbytes, stream)
-        return
     columns = [
         np.ascontiguousarray(column) for column in (segments.host, segments.device, segments.nbytes)
     ]
-    for start in range(0, len(segments), _BATCH_SEGMENTS):
-        count = min(_BATCH_SEGMENTS, len(segments) - start)
-        targets, sources, sizes = (column[start:].ctypes.data for column in columns)
-        driver.copy_batch(targets, sources, sizes, count, stream)
+    if driver.has_batch_copy:
+        try:
+            for start in range(0, len(segments), _BATCH_SEGMENTS):
+                count = min(_BATCH_SEGMENTS, len(segments) - start)
+                targets, sources, sizes = (column[start:].ctypes.data for column in columns)
+                driver.copy_batch(targets, sources, sizes, count, stream)
+            return
+        except CudaError as error:
+            if error.code != CUDA_ERROR_INVALID_VALUE:
+                raise
+            # Whatever was queued before is copied twice.
+            logger.warning("this driver refuses batches between devices: %s", error)
+    for target, source, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        driver.copy_between(target, source, nbytes, stream)
 
 
 def _copy_rectangles(driver: Driver, rectangles: Rectangles, stream: int) -> None:

@@ -78,15 +78,27 @@ class RelayPlanner:
         )
         self._run_us = float(np.where(self._dense, prices, COPY_PRICES.rectangle_us).sum())
 
+    def count(self, ids: I64) -> int:
+        """How many copies pass blocks ``ids`` on. Takes a fraction of the time of planning them."""
+        _, lengths, by_rows = self._runs(ids)
+        block_copies = len(self._ladders) + len(self._singles)
+        in_rows = int(np.count_nonzero(by_rows))
+        return in_rows * len(self.pairs.nbytes) + int(lengths[~by_rows].sum()) * block_copies
+
     def plan(self, ids: I64) -> tuple[Segments, Rectangles]:
         """The copies that pass blocks ``ids`` on."""
+        first, lengths, by_rows = self._runs(ids)
+        if not by_rows.any():
+            return self._by_blocks(ids)
+        segments, rectangles = self._by_rows(first[by_rows], lengths[by_rows])
+        more_segments, more_rectangles = self._by_blocks(ids[np.repeat(~by_rows, lengths)])
+        return _joined(segments, more_segments), _joined(rectangles, more_rectangles)
+
+    def _runs(self, ids: I64) -> tuple[I64, I64, npt.NDArray[np.bool_]]:
+        """First block and length of each run of consecutive ones, and whether rows are blocks."""
         starts = np.concatenate([[0], np.flatnonzero(np.diff(ids) != 1) + 1])
         lengths = np.diff(np.concatenate([starts, [len(ids)]]))
-        by_rows = self._run_us < lengths * self._block_us
-        rest = ids[np.repeat(~by_rows, lengths)]
-        segments, rectangles = self._by_rows(ids[starts[by_rows]], lengths[by_rows])
-        more_segments, more_rectangles = self._by_blocks(rest)
-        return _joined(segments, more_segments), _joined(rectangles, more_rectangles)
+        return ids[starts], lengths, self._run_us < lengths * self._block_us
 
     def _by_rows(self, first: I64, lengths: I64) -> tuple[Segments, Rectangles]:
         """Rows are consecutive blocks: for each run and pair a segment or a rectangle."""

@@ -65,6 +65,7 @@ def check(
         Planner(source.layout, near.bases).regions, Planner(target.layout, far.bases).regions
     )
     segments, rectangles = planner.plan(ids)
+    assert len(segments) + len(rectangles) == planner.count(ids)
     assert segments.total_bytes + rectangles.total_bytes == len(ids) * source.layout.block_bytes
     for copies in (segments, rectangles):
         for here, there, nbytes in runs_of(copies):
