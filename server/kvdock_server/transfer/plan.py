@@ -190,7 +190,8 @@ class RelayedBlocks:
 
     @property
     def total_bytes(self) -> int:
-        return len(self.ids) * self.block_bytes * self.receivers
+        """Counted once, however many receivers there are: they get them at the same time."""
+        return len(self.ids) * self.block_bytes
 
 
 CopyPiece = Segments | Rectangles | ScatteredBlocks
