@@ -47,8 +47,6 @@ WINDOW_BYTES = 32 << 20
 376 GB/s, beside 19.7 ms for 1 GiB from the host."""
 
 _BATCH_SEGMENTS = 512
-
-
 _COPY_US = 1.0
 """What queueing a copy takes of the thread."""
 _MOST_QUEUEING = 0.3

@@ -1,0 +1,43 @@
+"""Fields that Store and Retrieve have in common, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvdock_server.errors import invalid
+from kvdock_server.transfer import GroupLayout
+from kvdock_server.transfer.plan import I64
+
+EVENT_HANDLE_BYTES = 64
+
+
+def ready_event(ipc_handle: bytes) -> bytes:
+    """The handle of an event, or none; RequestError if it is no handle."""
+    if len(ipc_handle) not in (0, EVENT_HANDLE_BYTES):
+        raise invalid(f"ready_event of {len(ipc_handle)} bytes: {EVENT_HANDLE_BYTES}, or none")
+    return ipc_handle
+
+
+def seconds(timeout_ms: int) -> float:
+    """Of a timeout; without end if there is none."""
+    return timeout_ms / 1000 if timeout_ms else float("inf")
+
+
+def block_ids(named: Sequence[int], layout: GroupLayout, chunks: int, *, skip_blocks: int) -> I64:
+    """Block ids as (chunks, blocks a chunk), 0 for those to skip; RequestError if wrong."""
+    per_chunk = layout.blocks_per_chunk
+    if skip_blocks >= per_chunk:
+        raise invalid(f"skip_blocks {skip_blocks}: a chunk has {per_chunk} blocks")
+    needed = chunks * per_chunk - skip_blocks
+    if len(named) != needed:
+        raise invalid(
+            f"{len(named)} block_ids: {chunks} chunks of {per_chunk} blocks less "
+            f"{skip_blocks} make {needed}"
+        )
+    blocks = np.zeros(chunks * per_chunk, dtype=np.int64)
+    blocks[skip_blocks:] = named
+    if blocks.max(initial=0) >= layout.num_blocks:
+        raise invalid(f"block id {blocks.max()}: {layout.num_blocks} blocks are registered")
+    return blocks.reshape(chunks, per_chunk)

@@ -1,0 +1,163 @@
+"""Device memory that workers have registered, for the copies that the server makes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from kvdock.v1 import session_pb2
+from kvdock.v1 import types_pb2 as types
+from kvdock_server.core import Core
+from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.rpc import verbs
+from kvdock_server.sessions import Mode, Role, Session
+from kvdock_server.transfer import (
+    BlockRegion,
+    DeviceAllocation,
+    DeviceMemoryError,
+    GpuTransfers,
+    GroupLayout,
+    LayoutError,
+    Registration,
+)
+
+logger = logging.getLogger(__name__)
+
+# By then the other workers of an engine have mostly registered, too.
+SETTLED_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """What a worker registered: its blocks, by group_idx, of one namespace."""
+
+    namespace: str
+    groups: dict[int | None, GroupLayout]
+    registration: Registration
+
+
+class RegisteredMemory:
+    """What the workers of all engines have registered."""
+
+    def __init__(self, core: Core, transfers: GpuTransfers) -> None:
+        self._core = core
+        self._transfers = transfers
+        self._memory: dict[Session, WorkerMemory] = {}
+
+    async def register(
+        self, session: Session | None, request: session_pb2.RegisterMemoryRequest
+    ) -> session_pb2.RegisterMemoryResponse:
+        """Open a worker's device memory, or agree on another way for its bytes."""
+        if session is None or session.role is not Role.WORKER:
+            raise invalid("only a worker's session has memory to register")
+        if request.mode not in (0, *(mode.value for mode in Mode)):
+            raise invalid(f"mode {request.mode} is none of the protocol's")
+        memory = None
+        reason = "the client asked for it"
+        mode = Mode(request.mode) if request.mode else Mode.SHARED
+        if mode is Mode.SERVER or (not request.mode and request.allocations):
+            try:
+                memory = await self._open(session, request)
+                mode, reason = Mode.SERVER, memory.registration.description
+            except DeviceMemoryError as error:
+                if mode is Mode.SERVER:
+                    raise RequestError(Reason.DEVICE_MEMORY, str(error)) from error
+                reason = str(error)
+            except LayoutError as error:
+                raise invalid(str(error)) from error
+        elif not request.mode:
+            reason = "the client has no device memory to export"
+        await self.release(session)
+        if memory is not None:
+            self._memory[session] = memory
+            loop = asyncio.get_running_loop()
+            loop.call_later(SETTLED_SECONDS, self._expect_followers, session)
+        session.mode, session.mode_reason = mode, reason
+        logger.info("worker %d of %s: %s mode: %s", session.worker_id, session.engine_id,
+                    mode.name.lower(), reason)  # fmt: skip
+        return session_pb2.RegisterMemoryResponse(
+            epoch=self._core.epoch, mode=types.TransferMode.ValueType(mode.value), reason=reason
+        )
+
+    async def release(self, session: Session) -> None:
+        """End a session's copies and let go of its device memory."""
+        memory = self._memory.pop(session, None)
+        if memory is not None:
+            await memory.registration.close()
+
+    def of(
+        self, session: Session, namespace: str, group_idx: int | None
+    ) -> tuple[Registration, GroupLayout]:
+        """A session's memory and how a group lies in it; RequestError if it registered none."""
+        layout = self._group(session, namespace, group_idx)
+        if layout is None:
+            raise RequestError(
+                Reason.DEVICE_MEMORY,
+                f"this session registered no memory for group {group_idx} of namespace "
+                f"{namespace!r}: send register_memory first",
+            )
+        return self._memory[session].registration, layout
+
+    def reader(
+        self, session: Session, reader: int, namespace: str, group_idx: int | None
+    ) -> Session | None:
+        """The session of a reader of the same engine, if it has registered memory for the group."""
+        for worker in reversed(self._memory):  # the latest first
+            if (worker.engine_id, worker.worker_id) == (session.engine_id, reader):
+                has_group = self._group(worker, namespace, group_idx) is not None
+                return worker if has_group else None
+        return None
+
+    def _expect_followers(self, session: Session) -> None:
+        """Open the ways from the reader likely to lead the others of its shard: the first."""
+        if session not in self._memory:
+            return
+        registered = {
+            worker.worker_id: memory.registration
+            for worker, memory in self._memory.items()
+            if (worker.engine_id, worker.kv_worker_id, memory.namespace)
+            == (session.engine_id, session.kv_worker_id, self._memory[session].namespace)
+        }
+        leader = registered.pop(min(registered))
+        for follower in registered.values():
+            leader.expect_follower(follower)
+
+    async def _open(
+        self, session: Session, request: session_pb2.RegisterMemoryRequest
+    ) -> WorkerMemory:
+        space = self._core.index.space(request.namespace)
+        groups: dict[int | None, GroupLayout] = {}
+        for group in request.groups:
+            group_idx = verbs.group_idx(group)
+            layout = GroupLayout(
+                group.num_blocks,
+                group.blocks_per_chunk,
+                tuple(
+                    BlockRegion(
+                        region.allocation, region.offset, region.block_stride, region.page_bytes
+                    )
+                    for region in group.regions
+                ),
+            )
+            position = space.namespace.position(group_idx)
+            shard_bytes = space.shard_bytes(position, session.kv_worker_id)
+            if layout.chunk_bytes != shard_bytes:
+                raise invalid(
+                    f"group {group_idx}: {layout.blocks_per_chunk} blocks of {layout.block_bytes} "
+                    f"bytes a chunk, but its shards have {shard_bytes} bytes"
+                )
+            groups[group_idx] = layout
+        allocations = [
+            DeviceAllocation(allocation.ipc_handle, allocation.bytes, allocation.device_uuid)
+            for allocation in request.allocations
+        ]
+        registration = await self._transfers.register(allocations, groups)
+        return WorkerMemory(request.namespace, groups, registration)
+
+    def _group(self, session: Session, namespace: str, group_idx: int | None) -> GroupLayout | None:
+        """How a session's memory for a group lies, None if it registered none."""
+        memory = self._memory.get(session)
+        if memory is None or memory.namespace != namespace:
+            return None
+        return memory.groups.get(group_idx)
