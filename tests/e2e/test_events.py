@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import zmq
 from enginekit import EngineProcess, Request
-from modelkit import DeepseekV2, Llama, Shape, make_checkpoint, random_prompt
+from modelkit import DeepseekV2, Gemma3, Llama, Shape, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
 
 from kvdock import Client
@@ -271,4 +271,90 @@ def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
             lambda heard: len(heard.on("CPU")) == per_chunk,
             "a chunk in the new server",
         )
+        assert "ERROR" not in engine.log_text
+
+
+@pytest.mark.parametrize("window", [512, 128])
+def test_consumers_see_each_group_of_a_hybrid_model(tmp_path: Path, window: int) -> None:
+    block = 32
+    case = Case(Gemma3(window=window), block, as_bytes=True)
+    prompts = [random_prompt(5 * CHUNK + 40, seed=1), random_prompt(2 * CHUNK + 7, seed=2)]
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving("--event-log", "16MiB"))
+        client = stack.enter_context(Client(server.address))
+        subscriber = Subscriber()
+        stack.callback(subscriber.close)
+        engine = stack.enter_context(
+            EngineProcess(
+                make_checkpoint(tmp_path, case.shape),
+                log=tmp_path / "engine.log",
+                kv_connector={"kvdock.address": server.address},
+                kv_events_config=subscriber.config,
+                environment={"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
+            )
+        )
+        for prompt in prompts:
+            engine.generate(Request(prompt, max_tokens=8))
+        until(
+            engine,
+            subscriber,
+            lambda heard: heard.kinds["BlockStored CPU"] == 3 * 7,
+            "7 chunks of 3 groups on the CPU",
+        )
+
+        # The engine's own events say which group is what.
+        heard = subscriber.heard
+        by_engine = {
+            event["group_idx"]: (
+                event["kv_cache_spec_kind"],
+                event.get("kv_cache_spec_sliding_window"),
+            )
+            for event in heard.stored
+            if event["medium"] == "GPU"
+        }
+        assert sorted(by_engine) == [0, 1, 2]
+        assert sorted(kind for kind, _ in by_engine.values()) == [
+            "full_attention",
+            "sliding_window",
+            "sliding_window",
+        ]
+        ours = heard.of("CPU")
+        for theirs in (hashed(prompts, case), heard.of("GPU")):
+            assert all(theirs[name] == what for name, what in ours.items())
+        chunks = [
+            tuple(prompt[n : n + CHUNK])
+            for prompt in prompts
+            for n in range(0, len(prompt) - CHUNK, CHUNK)
+        ]
+        for group_idx, label in by_engine.items():
+            events = [
+                event
+                for event in heard.stored
+                if event["medium"] == "CPU" and event["group_idx"] == group_idx
+            ]
+            for event in events:
+                said = event["kv_cache_spec_kind"], event.get("kv_cache_spec_sliding_window")
+                assert said == label
+            # Each chunk once, of a short window only the end that is stored.
+            kept = CHUNK if label[1] is None else min(label[1], CHUNK)
+            told = sorted(tuple(event["token_ids"]) for event in events)
+            assert told == sorted(chunk[-kept:] for chunk in chunks)
+            assert all(len(event["block_hashes"]) == kept // block for event in events)
+            of_engine = {
+                name
+                for event in heard.stored
+                if event["medium"] == "GPU" and event["group_idx"] == group_idx
+                for name in event["block_hashes"]
+            }
+            of_ours = {name for event in events for name in event["block_hashes"]}
+            # Of windows the engine itself keeps what the prompts' ends need, and no more.
+            assert of_engine & of_ours if label[1] else of_engine >= of_ours
+
+        client.evict()
+        until(engine, subscriber, lambda heard: not heard.on("CPU"), "nothing on the CPU")
+        assert {event["group_idx"] for event in heard.removed if event["medium"] == "CPU"} == {
+            0,
+            1,
+            2,
+        }
         assert "ERROR" not in engine.log_text
