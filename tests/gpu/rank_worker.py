@@ -31,6 +31,13 @@ class RankWorker(kv_worker.Worker):
             tensor.view(torch.uint8).fill_(0xA5)
         torch.cuda.synchronize()
 
+    def poison_blocks(self, ids: list[int]) -> None:
+        """Overwrite some blocks."""
+        index = torch.tensor(ids, device="cuda")
+        for tensor in self.tensors:
+            tensor.view(torch.uint8)[index] = 0xA5
+        torch.cuda.synchronize()
+
     def join(self, address: str, engine: str, rank: int, blocks_per_chunk: int) -> str:
         """Open a session and hand the cache over; the transfer mode. Rank 0 schedules, too."""
         self.namespace = f"namespace of {engine}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worker_process import WorkerError, WorkerProcess
+from worker_process import WorkerProcess
 
 from kvdock import Client
 from kvdock_server.transfer import Copied, GpuTransfers, gpu
@@ -167,9 +167,9 @@ def test_one_retrieve_fills_all_ranks(ranks: Ranks, server: Any, layout: str) ->
 @pytest.mark.parametrize("ranks", ["all"], indirect=True)
 @pytest.mark.parametrize("layout", ["latent", "layer_major", "block_major"])
 def test_a_load_of_many_windows(ranks: Ranks, server: Any, layout: str) -> None:
-    """160 MiB; with layers apart in segments of 32 KiB, which kernels spread to all devices."""
-    ranks.make(layout, "bf16", 20, 600, 32768)
-    loads = load_and_compare(ranks, server, 600, 64, 0)
+    """120 MiB; with layers apart in segments of 32 KiB, which a kernel passes on."""
+    ranks.make(layout, "bf16", 20, 400, 32768)
+    loads = load_and_compare(ranks, server, 400, 48, 0)
     assert loads == (1, len(ranks) - 1)
 
 
@@ -219,34 +219,29 @@ def test_a_killed_rank_costs_the_others_nothing(server: Any) -> None:
         stop = threading.Event()
 
         def load_on() -> list[list[str]]:
-            """Without pause, until a call is refused since a rank is gone."""
             outcomes = []
             while not stop.is_set():
                 lease = leader.lookup(chunk_keys, len(ranks))
-                try:
-                    outcomes.append(leader.lead(lease, target, 0, others))
-                except WorkerError as error:
-                    assert "DeviceMemory" in str(error)
-                    break
+                outcomes.append(leader.lead(lease, target, 0, others))
             return outcomes
 
         loading = ranks.in_background(load_on)
         time.sleep(0.5)
         victim.kill()
         killed = time.monotonic()
-        try:
-            outcomes = loading.result(15)
-        finally:
-            stop.set()
+        time.sleep(0.5)
+        stop.set()
+        outcomes = loading.result(15)
         assert len(outcomes) > 3
         assert {status for outcome in outcomes for status in outcome} == {"RETRIEVED"}
         # The driver gives its memory back with the last mapping, of two.
         while free_bytes(len(ranks) - 1) < free + nbytes:
             assert time.monotonic() - killed < 10
             time.sleep(0.05)
+        for worker in ranks.workers[:-1]:
+            worker.poison_blocks(target)
         lease = leader.lookup(chunk_keys, len(ranks))
-        alive = others[:-1]
-        assert leader.lead(lease, target, 0, alive) == ["RETRIEVED"] * 64
+        assert leader.lead(lease, target, 0, others) == ["RETRIEVED"] * 64
         expected = leader.blocks(source)
         for worker in ranks.workers[:-1]:
             np.testing.assert_array_equal(worker.blocks(target), expected)
