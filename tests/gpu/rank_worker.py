@@ -40,7 +40,7 @@ class RankWorker(kv_worker.Worker):
 
     def join(self, address: str, engine: str, rank: int, blocks_per_chunk: int) -> str:
         """Open a session and hand the cache over; the transfer mode. Rank 0 schedules, too."""
-        self.namespace = f"namespace of {engine}"
+        self.namespace = f"namespace-of-{engine}"
         allocations, groups = self.export(blocks_per_chunk)
         chunk_bytes = blocks_per_chunk * sum(region.page_bytes for region in groups[0].regions)
         client = Client(address, timeout=30)
