@@ -86,10 +86,10 @@ class Engine:
         engine: str = "one",
         per_chunk: int = PER_CHUNK,
         blocks: int = BLOCKS,
-        shard: int = 0,
+        session: Session | None = None,
     ) -> Worker:
-        session = self.core.open_session(
-            engine_id=engine, role=Role.WORKER, worker_id=reader, kv_worker_id=shard
+        session = session or self.core.open_session(
+            engine_id=engine, role=Role.WORKER, worker_id=reader
         )
         page = CHUNK // per_chunk
         handle, cache = self.driver.export(blocks * page, device)
@@ -405,6 +405,20 @@ async def test_who_has_no_memory_registered_is_left_to_itself(
         with pytest.raises(RequestError, match="has left this reader to itself: retrieve without"):
             await engine.ask(2, lease)
     engine.core.free_locks(engine.workers[2].session, [(lease, 0, 0, None, None)])
+
+
+@pytest.mark.parametrize("late", [0, 1])
+async def test_who_is_about_to_register_is_waited_for(engine: Engine, late: int) -> None:
+    await engine.leave(late)
+    session = engine.core.open_session(engine_id="one", role=Role.WORKER, worker_id=late)
+    lease = engine.lookup()
+    asking = asyncio.create_task(engine.ask(2, lease))
+    leading = asyncio.create_task(engine.lead(lease)) if late else None
+    await asyncio.sleep(0.02)
+    engine.workers[late] = await engine.worker(late, late, session=session)
+    assert await (leading or engine.lead(lease)) == [RETRIEVED] * 4
+    assert await asking == [RETRIEVED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True] * 3
 
 
 @pytest.mark.parametrize("elsewhere", ["gone", "another namespace"])

@@ -608,7 +608,8 @@ class RetrieveRequest(google.protobuf.message.Message):
         it holds a lock on every chunk that the caller holds one on, and not at all otherwise. One that
         cannot be filled, or whose session ends, costs the others nothing. The locks of all of them on
         the range end with this call, as the caller's do; only a reader that has registered no memory
-        for the group (as it is in another mode, for one) is left to itself, with its locks.
+        for the group (as it is in another mode, for one) is left to itself, with its locks. One that
+        has connected and is about to register is waited for, for a second at most.
         """
 
     def __init__(

@@ -36,7 +36,10 @@ class Loads:
     async def retrieve(self, session: Session, request: pb.RetrieveRequest) -> pb.RetrieveResponse:
         """Copy locked chunks to the reader's device, or tell what another's call did for it."""
         if request.HasField("filled_by"):
+            await self._memory.wait_for(session, [request.filled_by])
             return await self._ask(session, request)
+        if request.also_fill:
+            await self._memory.wait_for(session, request.also_fill)
         group_idx = verbs.group_idx(request)
         located = self._core.locate(
             session,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
@@ -24,8 +27,8 @@ from kvdock_server.transfer import (
 
 logger = logging.getLogger(__name__)
 
-# By then the other workers of an engine have mostly registered, too.
 SETTLED_SECONDS = 1.0
+"""When one worker of an engine has registered, the others mostly have so much later, too."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,47 @@ class RegisteredMemory:
         self._core = core
         self._transfers = transfers
         self._memory: dict[Session, WorkerMemory] = {}
+        self._answered: WeakSet[Session] = WeakSet()
+        self._has_answered = asyncio.Condition()
 
     async def register(
         self, session: Session | None, request: session_pb2.RegisterMemoryRequest
     ) -> session_pb2.RegisterMemoryResponse:
         """Open a worker's device memory, or agree on another way for its bytes."""
+        try:
+            return await self._register(session, request)
+        finally:
+            if session is not None:
+                self._answered.add(session)
+                async with self._has_answered:
+                    self._has_answered.notify_all()
+
+    async def wait_for(self, session: Session, readers: Iterable[int]) -> None:
+        """Wait a moment for readers of the same engine that have connected and not registered yet.
+
+        The workers of an engine register at about the same time, and load soon after.
+        """
+        wanted = set(readers)
+
+        def are_settled() -> bool:
+            return not any(
+                worker.worker_id in wanted
+                and worker.engine_id == session.engine_id
+                and worker.role is Role.WORKER
+                and not worker.expired
+                and worker not in self._answered
+                for worker in self._core.sessions
+            )
+
+        if are_settled():
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLED_SECONDS), self._has_answered:
+                await self._has_answered.wait_for(are_settled)
+
+    async def _register(
+        self, session: Session | None, request: session_pb2.RegisterMemoryRequest
+    ) -> session_pb2.RegisterMemoryResponse:
         if session is None or session.role is not Role.WORKER:
             raise invalid("only a worker's session has memory to register")
         if request.mode not in (0, *(mode.value for mode in Mode)):
