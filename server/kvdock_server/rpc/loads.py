@@ -22,7 +22,7 @@ from kvdock_server.transfer import (
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ASK_MS = 30_000
+DEFAULT_ASK_SECONDS = 30.0
 
 
 class Loads:
@@ -35,9 +35,10 @@ class Loads:
 
     async def retrieve(self, session: Session, request: pb.RetrieveRequest) -> pb.RetrieveResponse:
         """Copy locked chunks to the reader's device, or tell what another's call did for it."""
+        deadline = self._core.clock() + fields.seconds(request.timeout_ms)
         if request.HasField("filled_by"):
             await self._memory.wait_for(session, [request.filled_by])
-            return await self._ask(session, request)
+            return await self._ask(session, request, deadline)
         if request.also_fill:
             await self._memory.wait_for(session, request.also_fill)
         group_idx = verbs.group_idx(request)
@@ -56,7 +57,7 @@ class Loads:
         failed = [types.CHUNK_STATUS_FAILED] * len(located)
         outcomes: dict[int, list[Status]] = {}
         try:
-            outcomes = await self._load(session, request, key, located, named)
+            outcomes = await self._load(session, request, key, located, named, deadline)
         finally:
             for reader, fill in named.items():
                 statuses = outcomes.get(reader, failed)
@@ -70,6 +71,7 @@ class Loads:
         key: FillKey,
         located: Sequence[LocatedShard | None],
         named: Mapping[int, Fill],
+        deadline: float,
     ) -> dict[int, list[Status]]:
         """Copy for the caller and the readers it names; the status of each chunk for each reader.
 
@@ -104,7 +106,7 @@ class Loads:
                     [shard.offset for shard in shards.values()],
                     skipped,
                     event,
-                    fields.seconds(request.timeout_ms),
+                    deadline - self._core.clock(),
                     list(followers.values()),
                 )
                 self._core.counters.host_to_device_bytes += copied.host_to_device
@@ -126,10 +128,14 @@ class Loads:
                 outcomes[reader][index] = status
         return outcomes
 
-    async def _ask(self, session: Session, request: pb.RetrieveRequest) -> pb.RetrieveResponse:
+    async def _ask(
+        self, session: Session, request: pb.RetrieveRequest, deadline: float
+    ) -> pb.RetrieveResponse:
         """Wait for what another reader's call does for this one."""
         key = _asked_for(session, request)
-        seconds = fields.seconds(request.timeout_ms or DEFAULT_ASK_MS)
+        seconds = DEFAULT_ASK_SECONDS
+        if request.timeout_ms:
+            seconds = deadline - self._core.clock()
         # FOREIGN_LEASE whatever else; a lease that ended is fine if the other call ended it.
         namespace = self._core.lease_namespace(session, key.lease_id)
         fill = self._fills.get(session, key)
@@ -154,7 +160,7 @@ class Loads:
             self._core.end_retrieve(session, *key, [request.reader])
         if statuses is None:
             logger.warning(
-                "reader %d of %s gave up: it was not filled within %g s",
+                "reader %d of %s gave up: it was not filled within %.1f s",
                 request.reader, session.engine_id, seconds,
             )  # fmt: skip
             statuses = [types.CHUNK_STATUS_FAILED] * (key.end_chunk - key.first_chunk)
