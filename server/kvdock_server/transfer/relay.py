@@ -25,7 +25,13 @@ from kvdock_server.transfer import staging
 from kvdock_server.transfer.block_transfer import BlockTransfer, Start
 from kvdock_server.transfer.cuda import Direction
 from kvdock_server.transfer.device import Device, MappedGroup, WorkerMemory
-from kvdock_server.transfer.driver import CUDA_ERROR_INVALID_VALUE, CudaError, Driver, Side
+from kvdock_server.transfer.driver import (
+    CUDA_ERROR_INVALID_VALUE,
+    CUDA_ERROR_NOT_SUPPORTED,
+    CudaError,
+    Driver,
+    Side,
+)
 from kvdock_server.transfer.layout import LayoutError
 from kvdock_server.transfer.plan import (
     COPY_PRICES,
@@ -47,6 +53,8 @@ WINDOW_BYTES = 32 << 20
 376 GB/s, beside 19.7 ms for 1 GiB from the host."""
 
 _BATCH_SEGMENTS = 512
+_REFUSALS = CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED
+"""What a driver says to a kind of copy that it does not know."""
 _COPY_US = 1.0
 """What queueing a copy takes of the thread."""
 _MOST_QUEUEING = 0.3
@@ -256,7 +264,7 @@ def _copy_segments(driver: Driver, segments: Segments, stream: int) -> None:
                 driver.copy_batch(targets, sources, sizes, count, stream)
             return
         except CudaError as error:
-            if error.code != CUDA_ERROR_INVALID_VALUE:
+            if error.code not in _REFUSALS:
                 raise
             # Whatever was queued before is copied twice.
             logger.warning("this driver refuses batches between devices: %s", error)
@@ -278,7 +286,7 @@ def _copy_rectangles(driver: Driver, rectangles: Rectangles, stream: int) -> Non
             )
             return
         except CudaError as error:
-            if error.code != CUDA_ERROR_INVALID_VALUE:
+            if error.code not in _REFUSALS:
                 raise
             logger.warning("this driver refuses rectangles, rows go one by one: %s", error)
     _copy_segments(driver, rectangles.rows(), stream)
