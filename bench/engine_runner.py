@@ -15,12 +15,14 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from vllm import EngineArgs, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -34,6 +36,7 @@ class Runner:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._requests = 0
+        self._adapters: dict[str, LoRARequest] = {}
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Run requests together until each has finished or was aborted; one result for each."""
@@ -66,7 +69,9 @@ class Runner:
             )
             running[request_id] = index
             started[request_id] = time.perf_counter()
-            self._engine.add_request(request_id, prompt, sampling)
+            self._engine.add_request(
+                request_id, prompt, sampling, lora_request=self._adapter(request["lora"])
+            )
         steps = 0
         while running:
             for output in self._step():
@@ -107,6 +112,13 @@ class Runner:
     def _core(self) -> Any:
         client: Any = self._engine.engine_core
         return client.engine_core
+
+    def _adapter(self, folder: str | None) -> LoRARequest | None:
+        """The adapter in a folder, the same number each time."""
+        if folder is None:
+            return None
+        number = len(self._adapters) + 1
+        return self._adapters.setdefault(folder, LoRARequest(Path(folder).name, number, folder))
 
     def _step(self) -> list[Any]:
         outputs = self._engine.step()

@@ -47,6 +47,8 @@ class Request:
     max_tokens: int = 16
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str | None = None
+    lora: str | None = None
+    """Folder of an adapter, whose name is the folder's. The engine must have enable_lora."""
     abort_after_steps: int | None = None
     """Abort after so many engine steps, counted for the whole batch."""
     zero_kv: tuple[int, int] | None = None

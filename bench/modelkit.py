@@ -256,6 +256,33 @@ def make_checkpoint(folder: Path, shape: Shape, *, seed: int = 0) -> Path:
     return folder
 
 
+def make_adapter(folder: Path, shape: Llama, *, seed: int, rank: int = 8) -> Path:
+    """Write a LoRA adapter for keys and values, as PEFT does, into folder and return it.
+
+    Its share of keys and values is as large as the base model's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["k_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    noise = Noise(seed)
+    tensors = {}
+    for layer in range(shape.layers):
+        for module, gain in (("k_proj", QUERY_KEY_GAIN), ("v_proj", VALUE_GAIN)):
+            base = f"base_model.model.model.layers.{layer}.self_attn.{module}."
+            tensors[base + "lora_A.weight"] = noise.linear(rank, shape.hidden)
+            out = shape.kv_heads * shape.head_dim
+            tensors[base + "lora_B.weight"] = noise.linear(out, rank, gain)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def random_prompt(tokens: int, *, seed: int, vocab: int = 2048) -> list[int]:
     """A prompt of so many token ids; prompts of different seeds share no prefix to speak of."""
     source = random.Random(seed)
