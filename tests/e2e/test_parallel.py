@@ -5,9 +5,9 @@ server, between ranks where each has its own: other tokens show that the place o
 
 On CPUs vLLM answers a prompt of an MLA model differently alone and in a batch, and a token
 differently as the end of a prompt and as a generated one; and one without adapter, in a batch with
-others that have one, as if it had theirs. So prompts are run one by one, and what
-is compared are generated tokens: the second engine's prompt has the first one's first answer at its
-end, which is all that it has to compute before it goes on in the same way.
+others that have one, as if it had theirs. So prompts are run one by one, and what is compared are
+generated tokens: the second engine's prompt has the first one's first answer at its end, which is
+all that it has to compute before it goes on in the same way.
 """
 
 from __future__ import annotations
