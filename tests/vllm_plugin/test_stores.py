@@ -1,0 +1,113 @@
+"""Which parts of which groups a store takes, and which stores read a block."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvdock.types import GroupKind
+from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.keys import CacheScope
+from kvdock_vllm.metadata import StoreOutcome, StoreSpec, Target
+from kvdock_vllm.records import Record
+from kvdock_vllm.stores import Stores
+
+CHUNK = 32
+WINDOW = GroupShape(0, GroupKind.SLIDING_WINDOW, 16, ("a",), window_tokens=40)
+FULL = GroupShape(1, GroupKind.FULL_ATTENTION, 8, ("b",))
+TARGET = Target(epoch=1, namespace="n", chunk_tokens=CHUNK)
+
+
+@pytest.fixture
+def record() -> Record:
+    """Five chunks: a window's blocks 101 to 110, those of full attention 201 to 220."""
+    tokens = list(range(5 * CHUNK))
+    request: Any = SimpleNamespace(request_id="r", all_token_ids=tokens)
+    return Record(request, [list(range(101, 111)), list(range(201, 221))])
+
+
+@pytest.fixture
+def stores() -> Stores:
+    scopes: Any = SimpleNamespace(scope=lambda request, chunk_tokens: CacheScope((), None))
+    teller: Any = None
+    return Stores([WINDOW, FULL], scopes, teller, workers=1)
+
+
+def chunks(spec: StoreSpec | None) -> dict[int, tuple[int, int]]:
+    """For each group the first chunk and how many, in the order in which they are stored."""
+    assert spec is not None
+    return {group.position: (group.first_chunk, len(group.keys)) for group in spec.groups}
+
+
+def test_full_attention_first_since_a_window_may_begin_behind_it(
+    stores: Stores, record: Record
+) -> None:
+    spec = stores.plan(record, 5 * CHUNK, TARGET)
+    assert list(chunks(spec).items()) == [(1, (0, 5)), (0, (0, 5))]
+    assert spec is not None
+    assert [group.block_ids for group in spec.groups] == [
+        tuple(range(201, 221)),
+        tuple(range(101, 111)),
+    ]
+    assert stores.plan(record, 5 * CHUNK, TARGET) is None, "once"
+
+
+@pytest.mark.parametrize(
+    ("held_from", "first_of_window"),
+    # The window behind 54 tokens begins in the first block, behind 55 in the second, and so on.
+    [(0, 0), (54, 0), (55, 1), (86, 1), (87, 2), (118, 2), (119, 3)],
+)
+def test_what_a_window_left_behind_is_not_stored(
+    stores: Stores, record: Record, held_from: int, first_of_window: int
+) -> None:
+    spec = stores.plan(record, 5 * CHUNK, TARGET, held_from=held_from)
+    assert chunks(spec)[1] == (0, 5)
+    assert chunks(spec)[0] == (first_of_window, 5 - first_of_window)
+    assert spec is not None
+    (of_window,) = (group for group in spec.groups if group.position == 0)
+    assert of_window.block_ids == tuple(range(101 + 2 * first_of_window, 111))
+    parents = {group.first_chunk: group.parent for group in spec.groups}
+    keys = dict(enumerate(spec.groups[0].keys))
+    assert all(parent == (keys[first - 1] if first else b"") for first, parent in parents.items())
+
+
+def test_null_blocks_are_not_stored(stores: Stores, record: Record) -> None:
+    # Of the third chunk half is there, which is not enough.
+    record.tables[0][:5] = [0] * 5
+    assert chunks(stores.plan(record, 5 * CHUNK, TARGET))[0] == (3, 2)
+
+
+def test_nothing_of_a_window_is_nothing_but_of_that_group(stores: Stores, record: Record) -> None:
+    record.tables[0][:] = [0] * 10
+    assert chunks(stores.plan(record, 5 * CHUNK, TARGET)) == {1: (0, 5)}
+
+
+def test_what_was_refused_is_offered_again_as_far_as_it_is_there(
+    stores: Stores, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("kvdock_vllm.stores.time.monotonic", lambda: now)
+    spec = stores.plan(record, 4 * CHUNK, TARGET)
+    assert spec is not None
+    assert stores.note(spec.job_id, StoreOutcome(workers=1, refused_from=1))
+    record.tables[0][:6] = [0] * 6
+    assert stores.plan(record, 5 * CHUNK, TARGET) is None, "not at once"
+    now += 2
+    assert chunks(stores.plan(record, 5 * CHUNK, TARGET)) == {1: (1, 4), 0: (3, 2)}
+
+
+def test_the_stores_that_read_a_block(stores: Stores, record: Record) -> None:
+    first = stores.plan(record, 2 * CHUNK, TARGET)
+    second = stores.plan(record, 5 * CHUNK, TARGET)
+    assert first is not None
+    assert second is not None
+    assert stores.reading([104]) == stores.reading([208]) == [first.job_id]
+    assert stores.reading([105, 300]) == [second.job_id]
+    assert stores.reading([104, 220]) == [first.job_id, second.job_id]
+    assert stores.reading([300]) == []
+    assert record.jobs == {first.job_id, second.job_id}
+    assert stores.note(first.job_id, StoreOutcome(workers=1, refused_from=None))
+    assert stores.reading([104]) == []
+    assert record.jobs == {second.job_id}
