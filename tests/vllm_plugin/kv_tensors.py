@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvdock_vllm.layout import GroupLayout, layer_regions
 
@@ -51,26 +50,29 @@ def page(layer: torch.Tensor, num_blocks: int, block_id: int) -> bytes:
     )
 
 
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+"""Names of vLLM 0.32's: the order of layers, blocks, heads, tokens and elements in memory."""
+
+
 def filled(nbytes: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8))
 
 
 def by_vllm_layout(
-    layout: KVCacheLayout, layers: int, blocks: int, heads: int, tokens: int, width: int, pad: int
+    layout: str, layers: int, blocks: int, heads: int, tokens: int, width: int, pad: int
 ) -> Cache:
     """One allocation for all layers in one of vLLM 0.32's layouts, somewhere inside the memory."""
     sizes = {"L": layers, "B": blocks, "H": heads, "N": tokens, "C": width}
-    names = list("LBHNC")
     strides: dict[str, int] = {}
     step = 1
-    for dim in reversed(layout.value):
-        strides[names[dim]] = step
-        step *= sizes[names[dim]]
+    for name in reversed(layout):
+        strides[name] = step
+        step *= sizes[name]
         if strides.keys() == {"H", "N", "C"}:
             step += pad
     memory = filled(2 * (step + 3)).view(torch.bfloat16)
     view = torch.as_strided(
-        memory, [sizes[n] for n in names], [strides[n] for n in names], storage_offset=3
+        memory, [sizes[n] for n in "LBHNC"], [strides[n] for n in "LBHNC"], storage_offset=3
     )
     return Cache(list(view), blocks, 2 * heads * tokens * width, memory)
 
@@ -108,7 +110,7 @@ def small(most: int) -> st.SearchStrategy[int]:
 caches = st.one_of(
     st.builds(
         by_vllm_layout,
-        st.sampled_from(list(KVCacheLayout)),
+        st.sampled_from(LAYOUTS),
         layers=small(3),
         blocks=st.integers(2, 5),
         heads=small(3),
