@@ -19,7 +19,7 @@ from typing import Final
 from kvdock_server.events.event import Event
 from kvdock_server.events.log import Log
 
-_PACE_SECONDS: Final = 0.002
+_PACE_SECONDS: Final = 0.005
 _LONGEST_PACE_SECONDS: Final = 0.05
 
 
