@@ -24,7 +24,7 @@ from kvdock_server.transfer.staging import RegionTable, StagingBuffers
 
 logger = logging.getLogger(__name__)
 
-_EVENTS = 8
+_EVENTS = 16
 """At least two for each piece that may be under way."""
 _POLL_SECONDS = 100e-6
 

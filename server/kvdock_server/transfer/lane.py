@@ -30,10 +30,10 @@ from kvdock_server.transfer.plan import Piece
 logger = logging.getLogger(__name__)
 
 _LEAST_UNDER_WAY = 2
-_MOST_UNDER_WAY = 3
+_MOST_UNDER_WAY = 6
 _FULL_BYTES = 160 << 20
-"""Under way are two pieces, and a third if that is little: the thread may be late, since it shares
-the interpreter with the event loop."""
+"""Under way are two pieces, and more if these are little: the thread may be late, since it shares
+the interpreter with the event loop. What a load passes on to other devices are pieces as well."""
 _FIRST_POLL_SECONDS = 50e-6
 _LAST_POLL_SECONDS = 500e-6
 """A kernel that is not done soon is asked after less and less often."""

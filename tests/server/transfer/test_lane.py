@@ -14,6 +14,7 @@ from kvdock_server.transfer.lane import Lane, TransferCancelledError, TransferFa
 from kvdock_server.transfer.plan import Piece, Segments
 
 PIECE = 4096
+UNDER_WAY = 6
 
 
 class HostMover:
@@ -160,14 +161,14 @@ def test_a_cancelled_transfer_settles_when_its_last_piece_is_done(
     mover.gate.clear()
     transfer = HostTransfer(mover, "a", 50)
     job = lane.submit(transfer)
-    eventually(lambda: len(mover.started) == 3)
+    eventually(lambda: len(mover.started) == UNDER_WAY)
     job.cancel()
     time.sleep(0.02)
-    assert not job.settled.done()  # three pieces still write to the target
+    assert not job.settled.done()  # these pieces still write to the target
     mover.gate.set()
     with pytest.raises(TransferCancelledError):
         job.settled.result(5)
-    assert mover.log == ["open", "a", "a", "a"]
+    assert mover.log == ["open", *["a"] * UNDER_WAY]
     assert transfer.finished == 1
 
 
@@ -186,12 +187,12 @@ def test_no_piece_is_started_after_the_deadline(lane: Lane, mover: HostMover) ->
     mover.gate.clear()
     transfer = HostTransfer(mover, "a", 50)
     job = lane.submit(transfer, time.monotonic() + 0.05)
-    eventually(lambda: len(mover.started) == 3)
+    eventually(lambda: len(mover.started) == UNDER_WAY)
     time.sleep(0.1)  # as if the process had been stopped
     mover.gate.set()
     with pytest.raises(TransferCancelledError, match="in time"):
         job.settled.result(5)
-    assert mover.log == ["open", "a", "a", "a"]
+    assert mover.log == ["open", *["a"] * UNDER_WAY]
 
 
 def test_the_deadline_also_ends_what_never_becomes_ready(lane: Lane, mover: HostMover) -> None:
@@ -237,7 +238,7 @@ def test_closing_cancels_what_is_there_and_refuses_what_comes(mover: HostMover) 
     transfers = [HostTransfer(mover, "a", 50), HostTransfer(mover, "b", 1)]
     transfers[1].is_ready = False
     jobs = [lane.submit(transfer) for transfer in transfers]
-    eventually(lambda: len(mover.started) == 3)
+    eventually(lambda: len(mover.started) == UNDER_WAY)
     threading.Timer(0.02, mover.gate.set).start()
     lane.close()
     jobs.append(lane.submit(HostTransfer(mover, "late", 1)))
