@@ -105,6 +105,8 @@ def test_whatever_makes_the_bytes_others_makes_another_namespace(
         derive(describe(model, hf_overrides={"rope_theta": 500.0})),
         derive(plain, chunk_tokens=512),
         derive(plain, shape=GroupShape(None, GroupKind.FULL_ATTENTION, 64, ("layer.0",))),
+        derive(plain, shape=GroupShape(None, GroupKind.SLIDING_WINDOW, 32, ("layer.0",), 512)),
+        derive(plain, shape=GroupShape(None, GroupKind.SLIDING_WINDOW, 32, ("layer.0",), 513)),
         derive(plain, pages=lambda worker: GroupPages(4096, ("other order",))),
         derive(plain, strategy=ParallelStrategy(False, 2, 1, 0)),
         derive(plain, strategy=ParallelStrategy(False, 4, 1, 0)),

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvdock_vllm import offloading_alias
 from kvdock_vllm.config import Config
+from kvdock_vllm.groups import UnsupportedModelError
 from kvdock_vllm.layout import layers_of_blocks
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import PromMetrics, Stats
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _log = logging.getLogger(__name__)
+
+# Only later versions can be told that a load failed in a model with several groups. Before, all
+# layers are one group for us.
+_SEVERAL_GROUPS = hasattr(base, "KVConnectorTransferResults")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -76,6 +81,11 @@ class KVDockConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         _tell_hit_source(self)
         config = Config.from_vllm(vllm_config)
+        if len(kv_cache_config.kv_cache_groups) > 1 and not _SEVERAL_GROUPS:
+            raise UnsupportedModelError(
+                "KVDock cannot tell this version of vLLM of a load that failed in a model with "
+                "several KV-cache groups: run it without --no-disable-hybrid-kv-cache-manager"
+            )
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -287,9 +297,8 @@ class KVDockConnector(KVConnectorBase_V1):
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-# vLLM gives a model several groups if its connector supports that (HMA). What a load that failed
-# left in several groups, only later versions can be told of; before, all layers are one group.
-if hasattr(base, "KVConnectorTransferResults"):
+# vLLM gives a model several groups if its connector supports that (HMA).
+if _SEVERAL_GROUPS:
     SupportsHMA.register(KVDockConnector)
 
 
