@@ -11,4 +11,7 @@ os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "bench"), str(Path(__file__).parent)]
 
-pytest_plugins = ["simkit"]
+# After the path is known.
+from simkit import engine, kvdock, model, start_engine  # noqa: E402
+
+__all__ = ["engine", "kvdock", "model", "start_engine"]
