@@ -42,7 +42,13 @@ def command(server: Any, *arguments: str) -> list[str]:
 
 def lines(server: Any, count: int, *arguments: str) -> list[str]:
     """The first lines that the command prints; then it is interrupted, as by Ctrl-C."""
-    process = subprocess.Popen(command(server, *arguments), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(server, *arguments),
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell's background job, which these tests may be, ignores it, and so would the command.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     watchdog = threading.Timer(30, process.kill)
     watchdog.start()
     assert process.stdout is not None
