@@ -257,10 +257,12 @@ def test_preempted_requests_are_resumed_from_what_was_stored(
 # -- failures ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_name", SOME)
-@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize(
+    ("model_name", "group_idx"),
+    [*((name, index) for name in SOME for index in (0, 1)), ("nothing but a window", None)],
+)
 def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(
-    start_engine: StartEngine, kvdock: Any, model_name: str, position: int
+    start_engine: StartEngine, kvdock: Any, model_name: str, group_idx: int | None
 ) -> None:
     engine = start_engine(groups=MODELS[model_name], tensor_size=2)
     cold = engine.generate(prompt(6 * C + 9), max_tokens=40)
@@ -274,7 +276,7 @@ def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session
-            lost = session.free_locks(load.lookup.lease_id, 5, 6, reader=1, group_idx=position)
+            lost = session.free_locks(load.lookup.lease_id, 5, 6, reader=1, group_idx=group_idx)
             assert lost == 1
 
     engine.between_schedule_and_forward = lose_the_last_chunk
@@ -288,10 +290,11 @@ def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(
     assert (again.tokens, extra(again)) == (cold.tokens, 6 * C)
 
 
+@pytest.mark.parametrize("model_name", ["two windows", "nothing but a window"])
 def test_a_server_that_dies_between_the_hit_and_the_load(
-    start_engine: StartEngine, kvdock: Any
+    start_engine: StartEngine, kvdock: Any, model_name: str
 ) -> None:
-    engine = start_engine(groups=MODELS["two windows"])
+    engine = start_engine(groups=MODELS[model_name])
     cold = engine.generate(prompt(4 * C), max_tokens=4)
     engine.forget()
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvdock_vllm import offloading_alias
 from kvdock_vllm.config import Config
-from kvdock_vllm.groups import UnsupportedModelError
+from kvdock_vllm.groups import UnsupportedModelError, group_shapes, loads_fail_whole
 from kvdock_vllm.layout import layers_of_blocks
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import PromMetrics, Stats
@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Only later versions can be told that a load failed in a model with several groups. Before, all
-# layers are one group for us.
-_SEVERAL_GROUPS = hasattr(base, "KVConnectorTransferResults")
+# Only later versions can be told that a load failed as a whole.
+_MAY_FAIL_WHOLE = hasattr(base, "KVConnectorTransferResults")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -81,18 +80,21 @@ class KVDockConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         _tell_hit_source(self)
         config = Config.from_vllm(vllm_config)
-        if len(kv_cache_config.kv_cache_groups) > 1 and not _SEVERAL_GROUPS:
+        model = vllm_config.model_config.model
+        shapes = group_shapes(kv_cache_config, model)
+        if loads_fail_whole(shapes) and not _MAY_FAIL_WHOLE:
             raise UnsupportedModelError(
-                "KVDock cannot tell this version of vLLM of a load that failed in a model with "
-                "several KV-cache groups: run it without --no-disable-hybrid-kv-cache-manager"
+                f"KVDock cannot tell this version of vLLM of a load that failed in the model "
+                f"{model}, whose KV cache has a sliding window or several groups: if these are "
+                f"several, run it without --no-disable-hybrid-kv-cache-manager"
             )
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             offloading_alias.explain(vllm_config)
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, shapes, config)
         else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, config)
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, shapes, config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -298,7 +300,7 @@ class KVDockConnector(KVConnectorBase_V1):
 
 
 # vLLM gives a model several groups if its connector supports that (HMA).
-if _SEVERAL_GROUPS:
+if _MAY_FAIL_WHOLE:
     SupportsHMA.register(KVDockConnector)
 
 

@@ -149,6 +149,15 @@ def _kind_and_window(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     return GroupKind.FULL_ATTENTION, 0
 
 
+def loads_fail_whole(shapes: Sequence[GroupShape]) -> bool:
+    """Whether of a load that failed in part nothing can be used.
+
+    Else vLLM computes from the first block on that failed. But with several groups a block id may
+    stand for blocks of each, and a window's blocks before the failed one were never loaded.
+    """
+    return len(shapes) > 1 or any(shape.window_tokens for shape in shapes)
+
+
 def fitting_chunk_tokens(wanted: int, shapes: Sequence[GroupShape]) -> int:
     """The smallest chunk of at least ``wanted`` tokens that consists of whole blocks."""
     unit = math.lcm(*(shape.block_tokens for shape in shapes))

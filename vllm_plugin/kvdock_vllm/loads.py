@@ -3,9 +3,8 @@
 vLLM waits for a load whatever happens, so there is one for whatever it was promised; one that
 cannot be is planned without target, and fails.
 
-Models with one group are told which blocks failed, and vLLM computes from the first of them on. In
-a model with several groups a block id may stand for blocks of each, and a window's blocks before
-the failed one are not there to go on from: there a load fails as a whole.
+With full attention alone vLLM is told which blocks failed, and computes from the first of them on.
+With windows, or several groups, a load fails as a whole (``groups.loads_fail_whole``).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Load:
         return self.loaded_tokens < self.num_tokens
 
     def note_failed_blocks(self, failed: set[int], block_tokens: int) -> None:
-        """Some worker could not fill these blocks. For models with one group."""
+        """Some worker could not fill these blocks. Where loads do not fail as a whole."""
         for index, block_id in enumerate(self.spec.groups[0].block_ids):
             if block_id in failed:
                 self.loaded_tokens = min(self.loaded_tokens, index * block_tokens)

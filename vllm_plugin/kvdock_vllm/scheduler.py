@@ -32,7 +32,7 @@ from kvdock.types import Namespace, SessionRole
 from kvdock_vllm.autostart import Autostart
 from kvdock_vllm.config import Config
 from kvdock_vllm.events import Relay, Teller, publishes_events
-from kvdock_vllm.groups import fitting_chunk_tokens, group_shapes
+from kvdock_vllm.groups import GroupShape, fitting_chunk_tokens
 from kvdock_vllm.keys import ScopeReader
 from kvdock_vllm.link import Breaker, Link, Live
 from kvdock_vllm.loads import Load, plan_load
@@ -82,7 +82,11 @@ class SchedulerHalf:
     """Used by the scheduler's thread only, except for preparing a session."""
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        shapes: Sequence[GroupShape],
+        config: Config,
     ) -> None:
         """Connects to nothing yet: see :meth:`describe_workers`.
 
@@ -95,7 +99,7 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=False)
-        self._shapes = group_shapes(kv_cache_config, vllm_config.model_config.model)
+        self._shapes = shapes
         # What is computed of a request when a load begins must be whole blocks of every group.
         self._block_tokens = fitting_chunk_tokens(1, self._shapes)
         self._whole_prompts_only = _cannot_continue_prompts(vllm_config, self._strategy)

@@ -26,7 +26,7 @@ from kvdock.types import ChunkStatus, GroupKind, SessionRole, TransferMode
 from kvdock_vllm import affinity
 from kvdock_vllm.config import Config
 from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.groups import GroupShape, group_shapes
+from kvdock_vllm.groups import GroupShape, loads_fail_whole
 from kvdock_vllm.layout import GroupLayout, group_layout
 from kvdock_vllm.link import Breaker, Link
 from kvdock_vllm.metadata import (
@@ -102,7 +102,11 @@ class WorkerHalf:
     """Used by the worker's thread; its background threads are its own."""
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        shapes: Sequence[GroupShape],
+        config: Config,
     ) -> None:
         """Connects to nothing yet: see :meth:`register_kv_caches`.
 
@@ -114,7 +118,7 @@ class WorkerHalf:
         self._engine_id = str(transfer.engine_id)
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=True)
         self._transfer_mode = config.transfer_mode
-        self._shapes = group_shapes(kv_cache_config, vllm_config.model_config.model)
+        self._shapes = shapes
         self._layouts: tuple[GroupLayout, ...] = ()
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._description: WorkerDescription | None = None
@@ -313,7 +317,7 @@ class WorkerHalf:
             if ended.load is not None:
                 self._num_loads -= 1
                 self._loaded.add(ended.load.request_id)
-                if len(self._shapes) == 1:
+                if not loads_fail_whole(self._shapes):
                     self._failed_blocks |= ended.failed_blocks
                 elif ended.failed_blocks:
                     self._failed_loads.add(ended.load.request_id)
