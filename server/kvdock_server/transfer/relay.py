@@ -212,6 +212,10 @@ class FanOut(BlockTransfer):
         self._block_bytes = group.planner.block_bytes
         self._events: list[int] = []
 
+    @property
+    def total_bytes(self) -> int:
+        return 2 * super().total_bytes  # what is passed on counts like what comes
+
     def pieces(self) -> Iterator[Piece]:
         stage = self._may_stage()
         # A smaller window would not be staged at all.

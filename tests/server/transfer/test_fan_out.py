@@ -28,6 +28,7 @@ from kvdock_server.transfer import (
     relay_kernel,
     staging,
 )
+from kvdock_server.transfer.lane import Job, Lane, Transfer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
@@ -230,6 +231,24 @@ async def test_handles_are_opened_once_more_and_closed_with_either_worker(
     await leader.registration.close()
     assert opened() == [3, 4]
     assert setting.driver.log.count("open") == 6
+
+
+@pytest.mark.parametrize("name", sorted(kv_layouts.CASES))
+async def test_a_lane_knows_how_much_of_a_load_is_left(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    jobs: list[Job] = []
+    submit = Lane.submit
+
+    def recorded(lane: Lane, transfer: Transfer, deadline: float) -> Job:
+        jobs.append(submit(lane, transfer, deadline))
+        return jobs[-1]
+
+    workers = await setting.workers(name)
+    monkeypatch.setattr(Lane, "submit", recorded)
+    await setting.load(workers[0], workers[1:])
+    await setting.load(workers[0], [])
+    assert [job.bytes_left for job in jobs] == [0, 0]
 
 
 async def test_two_loads_at_once_share_the_way(setting: Setting) -> None:
