@@ -124,7 +124,6 @@ _SIGNATURES: dict[str, list[type]] = {
     "cuDeviceGetUuid_v2": [POINTER(_Uuid), c_int],
     "cuDeviceCanAccessPeer": [POINTER(c_int), c_int, c_int],
     "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
-    "cuDevicePrimaryCtxRelease_v2": [c_int],
     "cuCtxSetCurrent": [c_void_p],
     "cuIpcOpenMemHandle_v2": [POINTER(_DevicePtr), _Handle, c_uint],
     "cuIpcCloseMemHandle": [_DevicePtr],
@@ -264,9 +263,6 @@ class Driver:
         self._call("cuDevicePrimaryCtxRetain", byref(context), self._device(ordinal))
         assert context.value is not None
         return context.value
-
-    def release_context(self, ordinal: int) -> None:
-        self._call("cuDevicePrimaryCtxRelease_v2", self._device(ordinal))
 
     def set_current(self, context: int) -> None:
         """Make a context the calling thread's."""
