@@ -70,7 +70,8 @@ EXTRA_TOKENS_KEYS = ("num_kvdock_extra_cached_tokens", "num_lmcache_extra_cached
 _MOST_KEYS = 16_384
 
 # An engine that computes nothing may wait so long for answers in one step: that is less than the
-# empty step after which it would ask again.
+# empty step after which it would ask again. With pipeline stages a step that computes nothing does
+# not say so: others are under way.
 _IDLE_WAIT_SECONDS = 0.002
 
 # How long the engine's start and a reset may wait for the server.
@@ -132,8 +133,9 @@ class SchedulerHalf:
             Teller(vllm_config, kv_cache_config),
             workers=self._strategy.world_size,
         )
-        # Of that, what is left in this step.
-        self._idle_seconds = _IDLE_WAIT_SECONDS
+        self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.pipeline_size == 1 else 0.0
+        self._idle_seconds = self._idle_wait
+        """What is left of that in this step."""
         # For the next step's metadata.
         self._new_loads: list[LoadSpec] = []
         self._new_stores: list[StoreSpec] = []
@@ -357,7 +359,7 @@ class SchedulerHalf:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """What the workers have to know for this step."""
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
-        self._idle_seconds = 0.0 if has_forward else _IDLE_WAIT_SECONDS
+        self._idle_seconds = 0.0 if has_forward else self._idle_wait
         metadata = StepMetadata(
             news=self._news(),
             loads=self._new_loads,

@@ -69,8 +69,8 @@ _SESSION_SECONDS = 2.0
 _FLUSH_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
-# In a step without computation an engine has nothing to do but to wait for loads. It looks for new
-# requests so often.
+# In a step without computation an engine has nothing to do but to wait for loads, unless it has
+# pipeline stages: then other steps are under way. It looks for new requests so often.
 _IDLE_WAIT_SECONDS = 0.005
 
 T = TypeVar("T")
@@ -138,6 +138,7 @@ class WorkerHalf:
         # Of the engine's thread:
         self._unsubmitted: list[_StoreJob] = []
         self._open_stores: dict[str, set[_StoreJob]] = defaultdict(set)
+        self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.pipeline_size == 1 else 0.0
         self._num_loads = 0
         """Under way."""
         self._held: set[str] = set()
@@ -259,7 +260,7 @@ class WorkerHalf:
         if idle:
             # Some versions of vLLM do not call wait_for_save in a step without forward pass.
             self.start_stores()
-        self._collect(_IDLE_WAIT_SECONDS if idle and self._num_loads else 0)
+        self._collect(self._idle_wait if idle and self._num_loads else 0)
         stored = {name for name in self._held if not self._open_stores.get(name)}
         self._held -= stored
         loaded, self._loaded = self._loaded, set()
