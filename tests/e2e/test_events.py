@@ -189,13 +189,11 @@ def external(block: Any, case: Case) -> Any:
     return int.from_bytes(block, "big") & ((1 << 64) - 1)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
-    tmp_path: Path, name: str
-) -> None:
-    case = CASES[name]
-    prompts = [random_prompt(3 * CHUNK + 40, seed=1), random_prompt(2 * CHUNK + 7, seed=2)]
-    per_chunk = CHUNK // case.block
+@contextlib.contextmanager
+def watched(
+    folder: Path, case: Case, prompts: Sequence[list[int]]
+) -> Iterator[tuple[Any, Client, Subscriber, EngineProcess]]:
+    """A server, its client, who hears an engine's events, and the engine, asked these prompts."""
     arguments = {"block_size": case.block}
     environment = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0" if case.as_bytes else "1"}
     if case.ranks > 1:
@@ -208,8 +206,8 @@ def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
         stack.callback(subscriber.close)
         engine = stack.enter_context(
             EngineProcess(
-                make_checkpoint(tmp_path, case.shape),
-                log=tmp_path / "engine.log",
+                make_checkpoint(folder, case.shape),
+                log=folder / "engine.log",
                 kv_connector={"kvdock.address": server.address},
                 kv_events_config=subscriber.config,
                 environment=environment,
@@ -218,6 +216,17 @@ def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
         )
         for prompt in prompts:
             engine.generate(Request(prompt, max_tokens=8))
+        yield server, client, subscriber, engine
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
+    tmp_path: Path, name: str
+) -> None:
+    case = CASES[name]
+    prompts = [random_prompt(3 * CHUNK + 40, seed=1), random_prompt(2 * CHUNK + 7, seed=2)]
+    per_chunk = CHUNK // case.block
+    with watched(tmp_path, case, prompts) as (server, client, subscriber, engine):
         until(
             engine,
             subscriber,
@@ -279,22 +288,7 @@ def test_consumers_see_each_group_of_a_hybrid_model(tmp_path: Path, window: int)
     block = 32
     case = Case(Gemma3(window=window), block, as_bytes=True)
     prompts = [random_prompt(5 * CHUNK + 40, seed=1), random_prompt(2 * CHUNK + 7, seed=2)]
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving("--event-log", "16MiB"))
-        client = stack.enter_context(Client(server.address))
-        subscriber = Subscriber()
-        stack.callback(subscriber.close)
-        engine = stack.enter_context(
-            EngineProcess(
-                make_checkpoint(tmp_path, case.shape),
-                log=tmp_path / "engine.log",
-                kv_connector={"kvdock.address": server.address},
-                kv_events_config=subscriber.config,
-                environment={"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
-            )
-        )
-        for prompt in prompts:
-            engine.generate(Request(prompt, max_tokens=8))
+    with watched(tmp_path, case, prompts) as (_, client, subscriber, engine):
         until(
             engine,
             subscriber,

@@ -93,6 +93,17 @@ def extra(outcome: Outcome) -> int:
     return int(number)
 
 
+def kill_before_a_load(server: Any, engine: SimulatedEngine) -> None:
+    """The server dies when the engine has been promised a hit, before its workers hear of it."""
+
+    def kill() -> None:
+        if engine.connector._of_scheduler._loads:
+            engine.between_schedule_and_forward = lambda: None
+            server.kill()
+
+    engine.between_schedule_and_forward = kill
+
+
 def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Each piece of a copy takes so much longer, after it was decided to copy it."""
     real = Copier._pieces

@@ -22,6 +22,7 @@ from simkit import (
     StartServer,
     assert_nothing_held,
     extra,
+    kill_before_a_load,
     prompt,
     slow_copies,
     status,
@@ -367,12 +368,7 @@ def test_a_server_that_dies_between_the_hit_and_the_load(
     engine.forget()
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
 
-    def kill() -> None:
-        if engine.connector._of_scheduler._loads:
-            engine.between_schedule_and_forward = lambda: None
-            kvdock.kill()
-
-    engine.between_schedule_and_forward = kill
+    kill_before_a_load(kvdock, engine)
     engine.run()
     assert kvdock.process.poll() is not None
     assert engine.outcomes["r"].tokens == cold.tokens

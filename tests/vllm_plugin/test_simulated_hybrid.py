@@ -14,6 +14,7 @@ from simkit import (
     StartEngine,
     assert_nothing_held,
     extra,
+    kill_before_a_load,
     prompt,
     slow_copies,
     status,
@@ -39,6 +40,7 @@ MODELS = {
     "two windows": (Layers(32, window=70), FULL, Layers(16, window=17)),
     "larger blocks of full attention": (Layers(32), Layers(16, window=100)),
     "nothing but a window": (Layers(16, window=100),),
+    "no window at all": (FULL, Layers(32)),
 }
 SOME = ["window of several chunks", "two windows"]
 
@@ -259,7 +261,10 @@ def test_preempted_requests_are_resumed_from_what_was_stored(
 
 @pytest.mark.parametrize(
     ("model_name", "group_idx"),
-    [*((name, index) for name in SOME for index in (0, 1)), ("nothing but a window", None)],
+    [
+        *((name, index) for name in [*SOME, "no window at all"] for index in (0, 1)),
+        ("nothing but a window", None),
+    ],
 )
 def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(
     start_engine: StartEngine, kvdock: Any, model_name: str, group_idx: int | None
@@ -299,12 +304,7 @@ def test_a_server_that_dies_between_the_hit_and_the_load(
     engine.forget()
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
 
-    def kill() -> None:
-        if engine.connector._of_scheduler._loads:
-            engine.between_schedule_and_forward = lambda: None
-            kvdock.kill()
-
-    engine.between_schedule_and_forward = kill
+    kill_before_a_load(kvdock, engine)
     engine.run()
     assert kvdock.process.poll() is not None
     assert engine.outcomes["r"].tokens == cold.tokens
