@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from gpukit import CHUNK_TOKENS, LOAD, Case, Geometry, Link, Remote, Worker
+from gpukit import CHUNK_TOKENS, LOAD, Case, Geometry, Link, Remote, Worker, wait_until_pinned
 from report import Row, milliseconds, print_report
 from serverkit import ServerProcess
 
@@ -37,7 +37,6 @@ MOST_OVER_ONE_RANK = 1.1
 MOST_RANKS = 8
 DEEPSEEK = Geometry("DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64)
 LAYOUTS = ("block-major", "one pitch", "layers apart")
-PINNED_SECONDS = 30.0
 # Until all ranks have been told when to start.
 _START_SECONDS = 0.005
 
@@ -192,15 +191,6 @@ def main() -> int:
     print(f"{time.monotonic() - began:.0f} s in all", file=sys.stderr)
     title = f"{count} x {link.name}, driver for CUDA {link.driver_version}"
     return print_report(title, rows)
-
-
-def wait_until_pinned(client: Client) -> None:
-    """The server registers its pool behind the first worker."""
-    deadline = time.monotonic() + PINNED_SECONDS
-    while (pool := client.status().pool).pinned_bytes < pool.total_bytes:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{pool.pinned_bytes} bytes are pinned: {pool.pin_refused}")
-        time.sleep(0.05)
 
 
 def compare(engine: Engine, ranks: list[Remote]) -> None:

@@ -16,15 +16,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvdock import Client
 
 CHUNK_TOKENS = 256
 MOVED_BYTES = 1 << 30
 POOL_BYTES = 4 << 30
 RUN_OF_BLOCKS = 64
+PINNED_SECONDS = 30.0
 
 Result = TypeVar("Result")
 
@@ -345,6 +349,7 @@ class CallPath(CopyPath):
         self._scheduler = self._client.session(engine, role=SessionRole.SCHEDULER)
         self._worker = self._client.session(engine, role=SessionRole.WORKER)
         registered = self._worker.register_memory(self._namespace, *exported)
+        wait_until_pinned(self._client)
         self.how = f"{registered.mode.name}: {registered.reason}"
         self._ids = case.block_ids
         self._primed = self._fresh_keys(geometry.chunks)
@@ -392,6 +397,15 @@ class CallPath(CopyPath):
 def _all_are(results: Sequence[object], wanted: str, names: list[str]) -> None:
     if set(names) != {wanted}:
         raise RuntimeError(f"{len(results)} chunks should be {wanted} and are {sorted(set(names))}")
+
+
+def wait_until_pinned(client: Client) -> None:
+    """The server registers its pool behind the first worker."""
+    deadline = time.monotonic() + PINNED_SECONDS
+    while (pool := client.status().pool).pinned_bytes < pool.total_bytes:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{pool.pinned_bytes} bytes are pinned: {pool.pin_refused}")
+        time.sleep(0.05)
 
 
 class WorkerPath(CopyPath):

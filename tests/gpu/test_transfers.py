@@ -119,7 +119,7 @@ async def test_tensors_inside_an_allocation_at_odd_offsets(
     await round_trip(pool, transfers, shared_worker, as_server_types, blocks=8, blocks_per_chunk=2)
 
 
-@pytest.mark.parametrize("page", [65536, 2064, 1032, 1004, 1002, 1001])
+@pytest.mark.parametrize("page", [32768, 2064, 1032, 1004, 1002, 1001])
 async def test_staged_blocks_of_every_alignment(
     pool: Any,
     transfers: GpuTransfers,

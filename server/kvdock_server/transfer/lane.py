@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvdock_server.transfer.plan import Piece
+from kvdock_server.transfer.plan import Piece, RelayedBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ _LEAST_UNDER_WAY = 2
 _MOST_UNDER_WAY = 6
 _FULL_BYTES = 160 << 20
 """Under way are two pieces, and more if these are little: the thread may be late, since it shares
-the interpreter with the event loop. What a load passes on to other devices are pieces as well."""
+the interpreter with the event loop. What a load passes on to other devices are pieces as well, but
+take nothing of the link."""
 _FIRST_POLL_SECONDS = 50e-6
 _LAST_POLL_SECONDS = 500e-6
 """A kernel that is not done soon is asked after less and less often."""
@@ -256,7 +257,11 @@ class Lane:
         count = len(self._under_way)
         if count < _LEAST_UNDER_WAY:
             return True
-        nbytes = sum(piece.total_bytes for _, piece, _ in self._under_way)
+        nbytes = sum(
+            piece.total_bytes
+            for _, piece, _ in self._under_way
+            if not isinstance(piece, RelayedBlocks)
+        )
         return count < _MOST_UNDER_WAY and nbytes < _FULL_BYTES
 
     def _take_new(self) -> bool:

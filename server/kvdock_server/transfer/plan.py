@@ -49,8 +49,8 @@ class CopyPrices(NamedTuple):
     """Share of the link's rate below which segments are given up for a kernel."""
     stage_rectangles_below: float
     """The same for rectangles, which cost the server next to no time of a processor."""
-    stage_from_bytes: int
-    """There is nothing to overlap a kernel with where less is to be moved."""
+    stage_us: float
+    """Of a kernel, its launch and its way through the buffer: what costs less is not staged."""
 
 
 COPY_PRICES = CopyPrices(
@@ -60,7 +60,7 @@ COPY_PRICES = CopyPrices(
     rectangle_us=3.2,
     stage_segments_below=0.85,
     stage_rectangles_below=0.75,
-    stage_from_bytes=64 << 20,
+    stage_us=200.0,
 )
 """Measured on an H100 80GB (PCIe Gen5 x16, driver 580.159), its memory opened through CUDA IPC, in
 GB/s from device to host / from host to device; beside an engine with the engine's slowdown:
@@ -286,7 +286,7 @@ class Planner:
         if stage and self._fits_staging:
             below = np.where(by_rows, COPY_PRICES.stage_rectangles_below, self._stage_blocks_below)
             staged = _efficiency(lengths * self.block_bytes, cost) < below
-            if lengths[staged].sum() * self.block_bytes < COPY_PRICES.stage_from_bytes:
+            if cost[staged].sum() < COPY_PRICES.stage_us:
                 staged[:] = False
         rest = ~staged & ~by_rows
         by_rows &= ~staged

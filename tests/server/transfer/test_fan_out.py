@@ -118,7 +118,8 @@ LOADED_BLOCKS = len(TARGET)
 @pytest.fixture
 async def setting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setting]:
     monkeypatch.setattr(pinning, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(relay, "WINDOW_BYTES", 3000)
+    monkeypatch.setattr(relay, "WINDOW_BYTES", 6000)
+    monkeypatch.setattr(relay, "LAST_WINDOW_BYTES", 2000)
     setting = Setting()
     monkeypatch.setattr(gpu, "load_driver", lambda: setting.driver)
     yield setting
@@ -148,7 +149,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def staged(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be staged is."""
     for module in (plan, relay):
-        prices = plan.COPY_PRICES._replace(stage_from_bytes=2500, stage_rectangles_below=1.0)
+        prices = plan.COPY_PRICES._replace(stage_us=0.0, stage_rectangles_below=1.0)
         monkeypatch.setattr(module, "COPY_PRICES", prices)
     for module in (plan, staging):
         monkeypatch.setattr(module, "STAGED_PIECE_BYTES", 5000)
@@ -429,3 +430,18 @@ async def test_nothing_to_copy_is_no_error(setting: Setting) -> None:
     followers = [worker.registration.follower() for worker in workers[1:]]
     assert await workers[0].registration.retrieve(None, [], [], followers=followers) == Copied()
     assert [follower.failure for follower in followers] == [None] * 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 31, 32, 33, 64, 100, 1024, 5000])
+def test_windows_are_bounded_and_grow_shorter_towards_the_end(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "WINDOW_BYTES", 128 * 7)
+    monkeypatch.setattr(relay, "LAST_WINDOW_BYTES", 32 * 7)
+    windows = list(relay._windows(count, 7))
+    assert [block for window in windows for block in range(count)[window]] == list(range(count))
+    sizes = [window.stop - window.start for window in windows]
+    assert max(sizes) <= 128
+    assert sizes == sorted(sizes, reverse=True) or sizes[-1] < 64
+    assert sizes[-1] <= 64
+    assert len(sizes) <= -(-count // 128) + 3

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvdock_server.transfer.lane import Lane, TransferCancelledError, TransferFailedError
-from kvdock_server.transfer.plan import Piece, Segments
+from kvdock_server.transfer.plan import Piece, RelayedBlocks, Segments
 
 PIECE = 4096
 UNDER_WAY = 6
@@ -259,3 +259,27 @@ def test_a_thread_that_cannot_start_fails_transfers_with_the_reason() -> None:
     with pytest.raises(TransferFailedError, match="no context"):
         lane.submit(HostTransfer(mover, "a", 1)).settled.result(5)
     lane.close()
+
+
+def test_what_is_passed_on_takes_nothing_of_the_link(lane: Lane, mover: HostMover) -> None:
+    """Large windows under way between devices leave room for the link's next pieces."""
+
+    class PassedOn(HostTransfer):
+        def pieces(self) -> Iterator[Piece]:
+            copies = list(super().pieces())
+            window = RelayedBlocks(np.arange(1), 1 << 30, 3, (0, 0))
+            yield from (copies[0], window, copies[1], window, *copies[2:])
+
+        def start(self, piece: Piece) -> int:
+            if isinstance(piece, RelayedBlocks):
+                nothing = np.zeros(0, dtype=np.uint64)
+                piece = Segments(nothing, nothing, nothing)
+            return super().start(piece)
+
+    mover.gate.clear()
+    transfer = PassedOn(mover, "a", 8)
+    job = lane.submit(transfer)
+    eventually(lambda: len(mover.started) == 6)
+    mover.gate.set()
+    job.settled.result(5)
+    np.testing.assert_array_equal(transfer.target, transfer.source)

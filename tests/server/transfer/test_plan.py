@@ -182,7 +182,7 @@ def check_plan(
             patch.setattr(planning, "STAGED_PIECE_BYTES", 4096)
             patch.setattr(planning, "_MAX_OPERATION_BYTES", 150)
             patch.setattr(planning, "_WINDOW_OPERATIONS", 7)
-            prices = planning.COPY_PRICES._replace(stage_from_bytes=64)
+            prices = planning.COPY_PRICES._replace(stage_us=0.0)
             patch.setattr(planning, "COPY_PRICES", prices)
         step = piece_bytes or 1 << 40
         borders = np.arange(HOST_BASE + step, HOST_BASE + len(host), step, dtype=np.uint64)
@@ -324,8 +324,10 @@ def test_large_pages_at_no_pitch_are_segments() -> None:
     assert kinds(layer_major(LARGE_PAGE, apart=True), RANDOM) == {Segments}
 
 
-def test_little_work_is_never_staged() -> None:
-    assert kinds(layer_major(SMALL_PAGE, apart=True), RANDOM[:16]) == {Segments}
+def test_a_kernel_for_one_chunk_of_many_segments_and_none_for_few() -> None:
+    assert kinds(layer_major(SMALL_PAGE, apart=True), RANDOM[:16]) == {ScatteredBlocks}
+    few = GroupLayout(BLOCKS, 16, layer_major(SMALL_PAGE, apart=True).regions[:8])
+    assert kinds(few, RANDOM[:16]) == {Segments}
 
 
 def test_only_the_scattered_part_of_a_request_is_staged() -> None:
