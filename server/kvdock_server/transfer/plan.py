@@ -43,6 +43,9 @@ class CopyPrices(NamedTuple):
     """Of each segment, beyond its bytes' own time."""
     least_segment_us: float
     """No segment takes less than this, however short."""
+    apart_us: float
+    """Added to that where regions lie in several allocations, among which the driver has to find
+    each segment's."""
     rectangle_us: float
     """Of each rectangle, beyond its bytes' own time."""
     stage_segments_below: float
@@ -57,10 +60,11 @@ COPY_PRICES = CopyPrices(
     link_bytes_per_us=54_500,
     segment_us=0.06,
     least_segment_us=1.2,
+    apart_us=0.2,
     rectangle_us=3.2,
     stage_segments_below=0.85,
     stage_rectangles_below=0.75,
-    stage_us=200.0,
+    stage_us=100.0,
 )
 """Measured on an H100 80GB (PCIe Gen5 x16, driver 580.159), its memory opened through CUDA IPC, in
 GB/s from device to host / from host to device; beside an engine with the engine's slowdown:
@@ -80,7 +84,9 @@ GB/s from device to host / from host to device; beside an engine with the engine
     by a kernel, through the server       54.1 / 54.4    53.4 x 1.14 / 54.2 x 1.19
 
 The driver takes 0.5 us of a processor for each segment, and up to 1.2 us in the server, so segments
-shorter than what the link moves meanwhile, 64 KiB, leave it idle.
+shorter than what the link moves meanwhile, 64 KiB, leave it idle. In 32 allocations instead of one it
+takes longer: on one machine segments of 64 KiB came to 52.0 GB/s in one allocation and to 47.0 in 32,
+in the same run, and those of 72 KiB to 51.8 and more.
 """
 
 PIECE_US = 1200.0
@@ -241,7 +247,8 @@ class Planner:
         self._dense = len(self.regions.device) == 1 and (
             layout.num_blocks == 1 or self.regions.stride[0] == self.regions.nbytes[0]
         )
-        prices = segment_prices(self.regions.nbytes)
+        are_apart = bool((self.regions.allocation != self.regions.allocation[0]).any())
+        prices = segment_prices(self.regions.nbytes, are_apart=are_apart)
         self._ladders, self._singles = cheapest_ladders(self.regions, prices)
         self._block_us = len(self._ladders) * COPY_PRICES.rectangle_us + float(
             prices[self._singles].sum()
@@ -440,10 +447,11 @@ def _efficiency(
     return np.asarray(link_us / (link_us + cost_us), dtype=np.float64)
 
 
-def segment_prices(nbytes: U64) -> npt.NDArray[np.float64]:
+def segment_prices(nbytes: U64, *, are_apart: bool = False) -> npt.NDArray[np.float64]:
     """What segments cost beyond their bytes' own time on the link."""
     link_us = nbytes / COPY_PRICES.link_bytes_per_us
-    prices = np.maximum(COPY_PRICES.least_segment_us - link_us, 0) + COPY_PRICES.segment_us
+    least_us = COPY_PRICES.least_segment_us + (COPY_PRICES.apart_us if are_apart else 0.0)
+    prices = np.maximum(least_us - link_us, 0) + COPY_PRICES.segment_us
     return np.asarray(prices, dtype=np.float64)
 
 

@@ -320,13 +320,14 @@ def test_small_pages_at_no_pitch_are_staged_or_segments() -> None:
     assert kinds(layout, RANDOM, stage=False) == {Segments}
 
 
-def test_large_pages_at_no_pitch_are_segments() -> None:
-    assert kinds(layer_major(LARGE_PAGE, apart=True), RANDOM) == {Segments}
+def test_large_pages_at_no_pitch_are_segments_if_longer_than_the_driver_takes() -> None:
+    assert kinds(layer_major(LARGE_PAGE, apart=True), RANDOM) == {ScatteredBlocks}
+    assert kinds(layer_major(LARGE_PAGE + (8 << 10), apart=True), RANDOM) == {Segments}
 
 
 def test_a_kernel_for_one_chunk_of_many_segments_and_none_for_few() -> None:
     assert kinds(layer_major(SMALL_PAGE, apart=True), RANDOM[:16]) == {ScatteredBlocks}
-    few = GroupLayout(BLOCKS, 16, layer_major(SMALL_PAGE, apart=True).regions[:8])
+    few = GroupLayout(BLOCKS, 16, layer_major(SMALL_PAGE, apart=True).regions[:4])
     assert kinds(few, RANDOM[:16]) == {Segments}
 
 
