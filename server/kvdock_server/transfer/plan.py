@@ -84,9 +84,9 @@ GB/s from device to host / from host to device; beside an engine with the engine
     by a kernel, through the server       54.1 / 54.4    53.4 x 1.14 / 54.2 x 1.19
 
 The driver takes 0.5 us of a processor for each segment, and up to 1.2 us in the server, so segments
-shorter than what the link moves meanwhile, 64 KiB, leave it idle. In 32 allocations instead of one it
-takes longer: on one machine segments of 64 KiB came to 52.0 GB/s in one allocation and to 47.0 in 32,
-in the same run, and those of 72 KiB to 51.8 and more.
+shorter than what the link moves meanwhile, 64 KiB, leave it idle. In 32 allocations instead of one
+it takes longer: in one run segments of 64 KiB came to 51.3 GB/s in one allocation and to 47.0 in
+32, and those of 72 KiB to 51.8.
 """
 
 PIECE_US = 1200.0
