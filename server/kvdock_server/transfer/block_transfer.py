@@ -61,6 +61,9 @@ class StartOfAnother:
 class BlockTransfer:
     """Blocks ``ids`` of one group, from or to host addresses ``hosts``."""
 
+    _passed_on = False
+    """Whether a load goes on to other devices."""
+
     def __init__(
         self,
         device: Device,
@@ -94,7 +97,11 @@ class BlockTransfer:
         self._start.close()
 
     def _may_stage(self) -> bool:
-        return self._group.table is not None and self._mover.reserve_staging()
+        return (
+            self._group.table is not None
+            and self._group.planner.may_stage(passed_on=self._passed_on)
+            and self._mover.reserve_staging()
+        )
 
     def _copies(self, ids: I64, hosts: U64, *, stage: bool) -> Iterator[CopyPiece]:
-        return self._group.planner.plan(ids, hosts, stage=stage)
+        return self._group.planner.plan(ids, hosts, stage=stage, passed_on=self._passed_on)

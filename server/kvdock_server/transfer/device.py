@@ -73,7 +73,7 @@ class Device:
 
     def region_table(self, planner: Planner) -> RegionTable | None:
         """What staging needs to know of a group. None where its blocks are never staged."""
-        if not planner.may_stage:
+        if not planner.may_stage(passed_on=True):
             return None
         reason = staging.missing()
         if reason is None:

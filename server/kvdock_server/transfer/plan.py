@@ -50,6 +50,9 @@ class CopyPrices(NamedTuple):
     """Of each rectangle, beyond its bytes' own time."""
     stage_segments_below: float
     """Share of the link's rate below which segments are given up for a kernel."""
+    stage_passed_on_below: float
+    """The same where a load goes on to other devices: queueing that takes the same thread's time,
+    and the bytes go on in kernels anyway."""
     stage_rectangles_below: float
     """The same for rectangles, which cost the server next to no time of a processor."""
     stage_us: float
@@ -63,6 +66,7 @@ COPY_PRICES = CopyPrices(
     apart_us=0.2,
     rectangle_us=3.2,
     stage_segments_below=0.85,
+    stage_passed_on_below=0.95,
     stage_rectangles_below=0.75,
     stage_us=100.0,
 )
@@ -253,28 +257,30 @@ class Planner:
         self._block_us = len(self._ladders) * COPY_PRICES.rectangle_us + float(
             prices[self._singles].sum()
         )
-        self._stage_blocks_below = (
-            COPY_PRICES.stage_rectangles_below
-            if self._ladders
-            else COPY_PRICES.stage_segments_below
-        )
         self._run_us = len(self.regions.device) * COPY_PRICES.rectangle_us
         self._fits_staging = not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
 
-    @property
-    def may_stage(self) -> bool:
-        """True if some block ids are better staged: one block is too dear for copy engines."""
+    def may_stage(self, *, passed_on: bool) -> bool:
+        """True if some block ids are better staged: one block is too dear for copy engines.
+
+        ``passed_on``: in a load that goes on to other devices.
+        """
         efficiency = _efficiency(np.array(self.block_bytes), np.array(self._block_us))
-        return self._fits_staging and bool(efficiency < self._stage_blocks_below)
+        return self._fits_staging and bool(efficiency < self._stage_blocks_below(passed_on))
 
     def plan(
-        self, block_ids: Sequence[int] | npt.NDArray[np.integer], hosts: U64, *, stage: bool
+        self,
+        block_ids: Sequence[int] | npt.NDArray[np.integer],
+        hosts: U64,
+        *,
+        stage: bool,
+        passed_on: bool = False,
     ) -> Iterator[CopyPiece]:
         """The pieces that move blocks ``block_ids``, block ``i`` to or from address ``hosts[i]``.
 
         Planning is lazy and takes about as long as a piece needs to be copied, at most. Every block
         id must be below the layout's number of blocks. With ``stage`` false there are no scattered
-        blocks.
+        blocks. ``passed_on``: the load goes on to other devices.
         """
         ids = np.asarray(block_ids, dtype=np.int64)
         # Consecutive both here and there: only such blocks share an operation.
@@ -291,7 +297,8 @@ class Planner:
         cost = np.where(by_rows, self._run_us, lengths * self._block_us)
         staged = np.full(len(starts), False)
         if stage and self._fits_staging:
-            below = np.where(by_rows, COPY_PRICES.stage_rectangles_below, self._stage_blocks_below)
+            blocks_below = self._stage_blocks_below(passed_on)
+            below = np.where(by_rows, COPY_PRICES.stage_rectangles_below, blocks_below)
             staged = _efficiency(lengths * self.block_bytes, cost) < below
             if cost[staged].sum() < COPY_PRICES.stage_us:
                 staged[:] = False
@@ -307,6 +314,12 @@ class Planner:
         if rest.any():
             members = np.repeat(rest, lengths)
             yield from self._block_pieces(ids[members], hosts[members])
+
+    def _stage_blocks_below(self, passed_on: bool) -> float:
+        """Share of the link's rate below which blocks on their own are staged."""
+        if self._ladders:
+            return COPY_PRICES.stage_rectangles_below
+        return COPY_PRICES.stage_passed_on_below if passed_on else COPY_PRICES.stage_segments_below
 
     def _dense_pieces(self, ids: I64, hosts: U64, starts: I64, lengths: I64) -> Iterator[CopyPiece]:
         block = np.uint64(self.block_bytes)

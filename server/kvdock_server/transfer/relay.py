@@ -201,6 +201,8 @@ class Branch:
 class FanOut(BlockTransfer):
     """A load into one worker's memory that goes on to others'."""
 
+    _passed_on = True
+
     def __init__(
         self,
         device: Device,

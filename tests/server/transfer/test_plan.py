@@ -325,6 +325,16 @@ def test_large_pages_at_no_pitch_are_segments_if_longer_than_the_driver_takes() 
     assert kinds(layer_major(LARGE_PAGE + (8 << 10), apart=True), RANDOM) == {Segments}
 
 
+def test_more_is_staged_of_what_is_passed_on() -> None:
+    layout = layer_major(LARGE_PAGE + (8 << 10), apart=True)
+    planner = Planner(layout, [DEVICE_BASE + (i << 36) for i in range(LAYERS)])
+    hosts = block_hosts(HOST_BASE + np.arange(BLOCKS // 16) * layout.chunk_bytes, layout)
+    assert not planner.may_stage(passed_on=False)
+    assert planner.may_stage(passed_on=True)
+    pieces = planner.plan(RANDOM, hosts, stage=True, passed_on=True)
+    assert {type(piece) for piece in pieces} == {ScatteredBlocks}
+
+
 def test_a_kernel_for_one_chunk_of_many_segments_and_none_for_few() -> None:
     assert kinds(layer_major(SMALL_PAGE, apart=True), RANDOM[:16]) == {ScatteredBlocks}
     few = GroupLayout(BLOCKS, 16, layer_major(SMALL_PAGE, apart=True).regions[:4])
