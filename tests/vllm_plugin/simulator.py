@@ -301,7 +301,8 @@ class SimulatedEngine:
         assert aggregated is not None
         self._pending.append((output, aggregated))
         busy = output.total_num_scheduled_tokens > 0
-        while len(self._pending) > (1 if self._overlap and busy else 0):
+        goes_on = busy or self.scheduler.has_requests()
+        while len(self._pending) > (1 if self._overlap and goes_on else 0):
             self._process(*self._pending.popleft())
         if not busy:
             time.sleep(0.001)

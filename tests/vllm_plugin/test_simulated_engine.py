@@ -712,3 +712,31 @@ def test_workers_hear_of_the_server_once_and_before_any_request(engine: Simulate
     engine.step()
     assert not connector.has_pending_push_work()
     assert not engine.scheduler.has_requests()
+
+
+def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes note of a load that has ended only when one more step is done."""
+    cold = start_engine()
+    for n in range(2):
+        cold.generate(prompt(3 * C, seed=n))
+    monkeypatch.setattr(worker_module, "_IDLE_WAIT_SECONDS", 20.0)
+    go_on, first = threading.Event(), threading.Lock()
+    real = Copier._pieces
+
+    def held(self: Copier, *arguments: Any) -> Iterator[Any]:
+        if not first.acquire(blocking=False):
+            go_on.wait()
+        yield from real(self, *arguments)
+
+    engine = start_engine(async_scheduling=True)
+    monkeypatch.setattr(Copier, "_pieces", held)
+    for n in range(2):
+        engine.add(f"r{n}", prompt(3 * C, seed=n), max_tokens=2)
+    began = time.monotonic()
+    while not any(outcome.tokens for outcome in engine.outcomes.values()):
+        engine.step()
+    assert time.monotonic() - began < 10
+    go_on.set()
+    engine.run()

@@ -141,6 +141,8 @@ class WorkerHalf:
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.pipeline_size == 1 else 0.0
         self._num_loads = 0
         """Under way."""
+        self._has_news = False
+        """The last step told of loads, which vLLM takes note of only when this one has ended."""
         self._held: set[str] = set()
         self._loaded: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -260,10 +262,12 @@ class WorkerHalf:
         if idle:
             # Some versions of vLLM do not call wait_for_save in a step without forward pass.
             self.start_stores()
-        self._collect(self._idle_wait if idle and self._num_loads else 0)
+        may_wait = idle and self._num_loads and not self._has_news
+        self._collect(self._idle_wait if may_wait else 0)
         stored = {name for name in self._held if not self._open_stores.get(name)}
         self._held -= stored
         loaded, self._loaded = self._loaded, set()
+        self._has_news = bool(loaded)
         return stored, loaded
 
     def take_failed_blocks(self) -> set[int]:
