@@ -165,8 +165,8 @@ def test_a_block_may_lie_across_two_pinned_pieces(direct_bytes: int) -> None:
     cache = mla(2, 4, tokens=64, width=64, gap=0)
     # Address space only; what is touched is a page or two.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = np.frombuffer(mmap.mmap(-1, 2 * PIECE_BYTES, flags), np.uint8)
-    border = -memory.ctypes.data % PIECE_BYTES
+    memory = np.frombuffer(mmap.mmap(-1, 3 * PIECE_BYTES, flags), np.uint8)
+    border = 2 * PIECE_BYTES - memory.ctypes.data % PIECE_BYTES
     host = memory[border - 5000 : border - 5000 + 2 * cache.layout.block_bytes]
     gather, _ = device_copies(cache.layout, direct_bytes=direct_bytes)
     gather([Part([3, 1], host)], never)
