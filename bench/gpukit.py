@@ -349,8 +349,8 @@ class CallPath(CopyPath):
         self._scheduler = self._client.session(engine, role=SessionRole.SCHEDULER)
         self._worker = self._client.session(engine, role=SessionRole.WORKER)
         registered = self._worker.register_memory(self._namespace, *exported)
-        wait_until_pinned(self._client)
         self.how = f"{registered.mode.name}: {registered.reason}"
+        wait_until_pinned(self._client)
         self._ids = case.block_ids
         self._primed = self._fresh_keys(geometry.chunks)
         self._store(self._primed)

@@ -317,7 +317,7 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     def held(self: Copier, *arguments: Any) -> Iterator[Any]:
         for piece in real(self, *arguments):
             reached.set()
-            go_on.wait()
+            go_on.wait(30)
             yield piece
 
     monkeypatch.setattr(Copier, "_pieces", held)
@@ -727,7 +727,7 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
 
     def held(self: Copier, *arguments: Any) -> Iterator[Any]:
         if not first.acquire(blocking=False):
-            go_on.wait()
+            go_on.wait(30)
         yield from real(self, *arguments)
 
     engine = start_engine(async_scheduling=True)

@@ -72,6 +72,9 @@ _SHUTDOWN_SECONDS = 5.0
 # In a step without computation an engine has nothing to do but to wait for loads, unless it has
 # pipeline stages: then other steps are under way. It looks for new requests so often.
 _IDLE_WAIT_SECONDS = 0.005
+# vLLM takes note of an ended load when one more step is done; of several workers one may have told
+# of it a step before the last.
+_NEWS_STEPS = 2
 
 T = TypeVar("T")
 
@@ -141,8 +144,8 @@ class WorkerHalf:
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.pipeline_size == 1 else 0.0
         self._num_loads = 0
         """Under way."""
-        self._has_news = False
-        """The last step told of loads, which vLLM takes note of only when this one has ended."""
+        self._steps_with_news = 0
+        """Still to be done before vLLM has taken note of loads that have ended."""
         self._held: set[str] = set()
         self._loaded: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -262,12 +265,12 @@ class WorkerHalf:
         if idle:
             # Some versions of vLLM do not call wait_for_save in a step without forward pass.
             self.start_stores()
-        may_wait = idle and self._num_loads and not self._has_news
+        may_wait = idle and self._num_loads and not self._steps_with_news
         self._collect(self._idle_wait if may_wait else 0)
         stored = {name for name in self._held if not self._open_stores.get(name)}
         self._held -= stored
         loaded, self._loaded = self._loaded, set()
-        self._has_news = bool(loaded)
+        self._steps_with_news = _NEWS_STEPS if loaded else max(0, self._steps_with_news - 1)
         return stored, loaded
 
     def take_failed_blocks(self) -> set[int]:

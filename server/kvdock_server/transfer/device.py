@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvdock_server.transfer import staging
 from kvdock_server.transfer.cuda import DeviceMover, Direction
@@ -72,9 +73,7 @@ class Device:
         return self._lanes[direction].submit(transfer, deadline)
 
     def region_table(self, planner: Planner) -> RegionTable | None:
-        """What staging needs to know of a group. None where its blocks are never staged."""
-        if not planner.may_stage(passed_on=True):
-            return None
+        """What staging needs to know of a group. None where nothing can be staged."""
         reason = staging.missing()
         if reason is None:
             try:
@@ -205,8 +204,7 @@ class _Mapping:
     users: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MappedGroup:
+class MappedGroup(NamedTuple):
     """One group of a worker: its plans and, where it may be staged, its regions on the device."""
 
     planner: Planner
@@ -239,7 +237,9 @@ class WorkerMemory:
             for group_idx, layout in layouts.items():
                 layout.check([allocation.nbytes for allocation in allocations])
                 planner = Planner(layout, bases, borders=device.pool.borders)
-                self.groups[group_idx] = MappedGroup(planner, device.region_table(planner))
+                stages = planner.may_stage(passed_on=False)
+                table = device.region_table(planner) if stages else None
+                self.groups[group_idx] = MappedGroup(planner, table)
         except BaseException:
             self.close()
             raise
@@ -252,6 +252,17 @@ class WorkerMemory:
             f"{len(set(self._handles))} allocations opened on {device.name} {device.uuid}, "
             f"copied by {how}"
         )
+
+    def expect_to_pass_on(self) -> None:
+        """What is loaded goes on to other devices from now on, and more of it is staged."""
+        with self._lock:
+            if self._handles is _CLOSED:
+                return
+            self.device.driver.set_current(self.device.context)
+            for group_idx, (planner, table) in self.groups.items():
+                if table is None and planner.may_stage(passed_on=True):
+                    table = self.device.region_table(planner)
+                    self.groups[group_idx] = MappedGroup(planner, table)
 
     def close(self) -> None:
         """Unmap the memory. No transfer may be under way. Idempotent."""

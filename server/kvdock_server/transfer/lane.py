@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvdock_server.transfer.plan import Piece, RelayedBlocks
+from kvdock_server.transfer.plan import Piece, RelayedBlocks, ScatteredBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ _FULL_BYTES = 160 << 20
 """Under way are two pieces, and more if these are little: the thread may be late, since it shares
 the interpreter with the event loop. What a load passes on to other devices are pieces as well, but
 take nothing of the link."""
+_MOST_STAGED = 2
+"""As many as there are buffers: starting one more would keep the thread until one is free."""
 _FIRST_POLL_SECONDS = 50e-6
 _LAST_POLL_SECONDS = 500e-6
 """A kernel that is not done soon is asked after less and less often."""
@@ -257,6 +259,9 @@ class Lane:
         count = len(self._under_way)
         if count < _LEAST_UNDER_WAY:
             return True
+        staged = sum(isinstance(piece, ScatteredBlocks) for _, piece, _ in self._under_way)
+        if staged >= _MOST_STAGED:
+            return False
         nbytes = sum(
             piece.total_bytes
             for _, piece, _ in self._under_way

@@ -56,7 +56,7 @@ class CopyPrices(NamedTuple):
     stage_rectangles_below: float
     """The same for rectangles, which cost the server next to no time of a processor."""
     stage_us: float
-    """Of a kernel, its launch and its way through the buffer: what costs less is not staged."""
+    """What all segments must cost beyond their bytes' own time: for less no engine is disturbed."""
 
 
 COPY_PRICES = CopyPrices(
@@ -68,7 +68,7 @@ COPY_PRICES = CopyPrices(
     stage_segments_below=0.85,
     stage_passed_on_below=0.95,
     stage_rectangles_below=0.75,
-    stage_us=100.0,
+    stage_us=1000.0,
 )
 """Measured on an H100 80GB (PCIe Gen5 x16, driver 580.159), its memory opened through CUDA IPC, in
 GB/s from device to host / from host to device; beside an engine with the engine's slowdown:
@@ -251,8 +251,8 @@ class Planner:
         self._dense = len(self.regions.device) == 1 and (
             layout.num_blocks == 1 or self.regions.stride[0] == self.regions.nbytes[0]
         )
-        are_apart = bool((self.regions.allocation != self.regions.allocation[0]).any())
-        prices = segment_prices(self.regions.nbytes, are_apart=are_apart)
+        self._are_apart = bool((self.regions.allocation != self.regions.allocation[0]).any())
+        prices = self._segment_prices(self.regions.nbytes)
         self._ladders, self._singles = cheapest_ladders(self.regions, prices)
         self._block_us = len(self._ladders) * COPY_PRICES.rectangle_us + float(
             prices[self._singles].sum()
@@ -300,7 +300,7 @@ class Planner:
             blocks_below = self._stage_blocks_below(passed_on)
             below = np.where(by_rows, COPY_PRICES.stage_rectangles_below, blocks_below)
             staged = _efficiency(lengths * self.block_bytes, cost) < below
-            if cost[staged].sum() < COPY_PRICES.stage_us:
+            if not passed_on and cost[staged].sum() < COPY_PRICES.stage_us:
                 staged[:] = False
         rest = ~staged & ~by_rows
         by_rows &= ~staged
@@ -314,6 +314,9 @@ class Planner:
         if rest.any():
             members = np.repeat(rest, lengths)
             yield from self._block_pieces(ids[members], hosts[members])
+
+    def _segment_prices(self, nbytes: U64) -> npt.NDArray[np.float64]:
+        return segment_prices(nbytes, are_apart=self._are_apart)
 
     def _stage_blocks_below(self, passed_on: bool) -> float:
         """Share of the link's rate below which blocks on their own are staged."""
@@ -402,7 +405,7 @@ class Planner:
 
     def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
         segments = self._within_borders(_split(segments, _MAX_OPERATION_BYTES))
-        for part in _cut(segments.nbytes, segment_prices(segments.nbytes)):
+        for part in _cut(segments.nbytes, self._segment_prices(segments.nbytes)):
             yield segments.take(part)
 
     def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[CopyPiece]:

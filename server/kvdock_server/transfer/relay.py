@@ -54,13 +54,13 @@ window and receiver, however few they are. With windows of 32 MiB three receiver
 thread's time, and the link waited for it; with 16 MiB loads took twice as long."""
 LAST_WINDOW_BYTES = 32 << 20
 """Windows grow shorter towards the end: the last one's way to the receivers adds to the time of a
-load, 0.25 ms for three of them at 376 GB/s, beside 19.7 ms for 1 GiB from the host."""
+load, 0.25 to 0.5 ms for three of them at 376 GB/s, beside 19.7 ms for 1 GiB from the host."""
 
 _BATCH_SEGMENTS = 512
 _REFUSALS = CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED
 """What a driver says to a kind of copy that it does not know."""
 _COPY_US = 1.0
-"""What queueing a copy takes of the thread."""
+"""What queueing a copy takes of the thread, beyond the call."""
 _MOST_QUEUEING = 0.3
 """Share of a window's time on the link that queueing its way on may take, over all receivers."""
 
@@ -94,6 +94,7 @@ class Relay:
         self.stream = 0
         self.passed = 0
         """Event: all that was queued on ``stream`` so far is done."""
+        sender.expect_to_pass_on()
         self.driver.set_current(device.context)
         try:
             self.stream = self.driver.create_stream()

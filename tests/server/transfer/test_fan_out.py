@@ -442,6 +442,26 @@ def test_windows_are_bounded_and_grow_shorter_towards_the_end(
     assert [block for window in windows for block in range(count)[window]] == list(range(count))
     sizes = [window.stop - window.start for window in windows]
     assert max(sizes) <= 128
-    assert sizes == sorted(sizes, reverse=True) or sizes[-1] < 64
-    assert sizes[-1] <= 64
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < 64
     assert len(sizes) <= -(-count // 128) + 3
+
+
+@pytest.mark.usefixtures("kernels")
+async def test_only_who_passes_on_stages_what_is_not_worth_it_otherwise(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (plan, relay):
+        prices = plan.COPY_PRICES._replace(stage_segments_below=0.0, stage_passed_on_below=1.0)
+        monkeypatch.setattr(module, "COPY_PRICES", prices)
+    workers = await setting.workers("block first, layers apart")
+    memories = [worker.registration._worker for worker in workers]
+    assert not any(group.table for memory in memories for group in memory.groups.values())
+    await setting.load(workers[0], workers[1:])
+    assert all(setting.is_filled(worker) for worker in workers)
+    tables = [group.table is not None for memory in memories for group in memory.groups.values()]
+    assert tables == [True] + [False] * (len(tables) - 1)
+    kinds = {kind for _, kind in setting.transfers.stats().devices[0].copied_bytes}
+    assert "ScatteredBlocks" in kinds
+    for worker in workers:
+        await worker.registration.close()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvdock_server.transfer.lane import Lane, TransferCancelledError, TransferFailedError
-from kvdock_server.transfer.plan import Piece, RelayedBlocks, Segments
+from kvdock_server.transfer.plan import Piece, RelayedBlocks, ScatteredBlocks, Segments
 
 PIECE = 4096
 UNDER_WAY = 6
@@ -280,6 +280,30 @@ def test_what_is_passed_on_takes_nothing_of_the_link(lane: Lane, mover: HostMove
     transfer = PassedOn(mover, "a", 8)
     job = lane.submit(transfer)
     eventually(lambda: len(mover.started) == 6)
+    mover.gate.set()
+    job.settled.result(5)
+    np.testing.assert_array_equal(transfer.target, transfer.source)
+
+
+def test_no_more_staged_pieces_are_started_than_there_are_buffers(
+    lane: Lane, mover: HostMover
+) -> None:
+    class Staged(HostTransfer):
+        def pieces(self) -> Iterator[Piece]:
+            for piece in super().pieces():
+                assert isinstance(piece, Segments)
+                yield ScatteredBlocks(np.zeros(1, dtype=np.int64), PIECE, piece)
+
+        def start(self, piece: Piece) -> int:
+            assert isinstance(piece, ScatteredBlocks)
+            return super().start(piece.host)
+
+    mover.gate.clear()
+    transfer = Staged(mover, "a", 8)
+    job = lane.submit(transfer)
+    eventually(lambda: len(mover.started) == 2)
+    time.sleep(0.05)
+    assert len(mover.started) == 2
     mover.gate.set()
     job.settled.result(5)
     np.testing.assert_array_equal(transfer.target, transfer.source)
