@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvdock_server.transfer.plan import Piece, RelayedBlocks, ScatteredBlocks
+from kvdock_server.transfer.plan import STAGING_BUFFERS, Piece, RelayedBlocks, ScatteredBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ _FULL_BYTES = 160 << 20
 """Under way are two pieces, and more if these are little: the thread may be late, since it shares
 the interpreter with the event loop. What a load passes on to other devices are pieces as well, but
 take nothing of the link."""
-_MOST_STAGED = 2
-"""As many as there are buffers: starting one more would keep the thread until one is free."""
 _FIRST_POLL_SECONDS = 50e-6
 _LAST_POLL_SECONDS = 500e-6
 """A kernel that is not done soon is asked after less and less often."""
@@ -260,8 +258,8 @@ class Lane:
         if count < _LEAST_UNDER_WAY:
             return True
         staged = sum(isinstance(piece, ScatteredBlocks) for _, piece, _ in self._under_way)
-        if staged >= _MOST_STAGED:
-            return False
+        if staged >= STAGING_BUFFERS:
+            return False  # starting one more would keep the thread until a buffer is free
         nbytes = sum(
             piece.total_bytes
             for _, piece, _ in self._under_way

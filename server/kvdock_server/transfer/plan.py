@@ -101,6 +101,9 @@ STAGED_PIECE_BYTES = 256 << 20
 engine less than many small ones. Its step beside stores and loads without pause, over its step
 alone: 1.38 for stores with 32 MiB, 1.20 and 1.34 with 128 MiB, 1.11 and 1.20 with 256 MiB."""
 
+STAGING_BUFFERS = 2
+"""Of one direction of one device: so many staged pieces are under way at most."""
+
 MAX_STAGED_BLOCKS = 1 << 16
 """Block ids in one staged piece."""
 

@@ -22,12 +22,12 @@ from kvdock_server.transfer.driver import Driver
 from kvdock_server.transfer.plan import (
     MAX_STAGED_BLOCKS,
     STAGED_PIECE_BYTES,
+    STAGING_BUFFERS,
     U64,
     Planner,
     ScatteredBlocks,
 )
 
-_BUFFERS = 2
 THREADS = 512
 THREAD_BLOCKS = 528  # four for each of the 132 multiprocessors of an H100
 
@@ -106,10 +106,10 @@ class StagingBuffers:
         """CudaError where the device has no memory for them."""
         self._driver = driver
         self._turn = 0
-        self._buffers = driver.allocate(_BUFFERS * STAGED_PIECE_BYTES)
+        self._buffers = driver.allocate(STAGING_BUFFERS * STAGED_PIECE_BYTES)
         try:
-            self._ids = driver.allocate_host(_BUFFERS * MAX_STAGED_BLOCKS * 4)
-            self._released = [driver.create_event() for _ in range(_BUFFERS)]
+            self._ids = driver.allocate_host(STAGING_BUFFERS * MAX_STAGED_BLOCKS * 4)
+            self._released = [driver.create_event() for _ in range(STAGING_BUFFERS)]
         except BaseException:
             driver.free(self._buffers)
             raise
@@ -117,11 +117,11 @@ class StagingBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        return _BUFFERS * STAGED_PIECE_BYTES
+        return STAGING_BUFFERS * STAGED_PIECE_BYTES
 
     def acquire(self) -> int:
         """The address of the next buffer, when whoever had it before is done with it."""
-        self._turn = (self._turn + 1) % _BUFFERS
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
         self._driver.synchronize_event(self._released[self._turn])
         return self._buffers + self._turn * STAGED_PIECE_BYTES
 
