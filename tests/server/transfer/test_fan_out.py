@@ -444,6 +444,7 @@ def test_windows_are_bounded_and_grow_shorter_towards_the_end(
     assert max(sizes) <= 128
     assert sizes == sorted(sizes, reverse=True)
     assert min(count, 32) <= sizes[-1] < 64
+    assert windows[-1].stop == count
     assert len(sizes) <= -(-count // 128) + 3
 
 
