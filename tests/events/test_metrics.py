@@ -72,8 +72,16 @@ def test_what_it_tells(start_server: Callable[..., Any]) -> None:
         client.register_namespace(Namespace("n", 16, 1, (Group(shard_bytes=(SHARD,)),)))
         stream = client.events()
         first = next(stream).cursor
+
+        def read_to(sequence: int) -> None:
+            """The log is short: a reader whom the server is slow to serve would be compacted."""
+            while next(stream).cursor.sequence < sequence:
+                pass
+
         put(client, 1, 2, 3)
+        read_to(3)
         put(client, 4, 5, 6)
+        read_to(6)
         client.evict(SHARD)
         client.lookup("n", [(1).to_bytes(32, "big")], probe=True)
         behind = next(client.events(first))
