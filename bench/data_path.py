@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 from barekit import BareServer, download, upload
 from report import Row, milliseconds, percentile, print_report
-from serverkit import ServerProcess
+from serverkit import ServerProcess, wait_for_pool
 
 from kvdock import ChunkStatus, Client, Group, Location, Namespace, Session
 from kvdock._inline import MESSAGE_BYTES
@@ -119,21 +119,12 @@ def main() -> int:
             Client(server.address) as client,
         ):
             client.register_namespace(NAMESPACE)
-            wait_until_faulted_in(client)
+            wait_for_pool(client, lambda pool: pool.ready_bytes)
             rows += shared_rows(client, effort)
             rows += inline_rows(client, bare.target, effort)
             for load in (shared_load, inline_load):
                 rows.append(tail_row(client, load, effort))
     return print_report("data path", rows)
-
-
-def wait_until_faulted_in(client: Client) -> None:
-    """Wait until all of the pool is backed by memory."""
-    deadline = time.monotonic() + START_SECONDS
-    while (pool := client.status().pool).ready_bytes < pool.total_bytes:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the pool was not faulted in within {START_SECONDS:.0f} s: {pool}")
-        time.sleep(0.05)
 
 
 def touch_pool(session: Session) -> None:

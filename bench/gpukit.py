@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from serverkit import wait_for_pool
 
 if TYPE_CHECKING:
     from kvdock import Client
@@ -28,7 +29,6 @@ CHUNK_TOKENS = 256
 MOVED_BYTES = 1 << 30
 POOL_BYTES = 4 << 30
 RUN_OF_BLOCKS = 64
-PINNED_SECONDS = 30.0
 
 Result = TypeVar("Result")
 
@@ -401,11 +401,7 @@ def _all_are(results: Sequence[object], wanted: str, names: list[str]) -> None:
 
 def wait_until_pinned(client: Client) -> None:
     """The server registers its pool behind the first worker."""
-    deadline = time.monotonic() + PINNED_SECONDS
-    while (pool := client.status().pool).pinned_bytes < pool.total_bytes:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{pool.pinned_bytes} bytes are pinned: {pool.pin_refused}")
-        time.sleep(0.05)
+    wait_for_pool(client, lambda pool: pool.pinned_bytes)
 
 
 class WorkerPath(CopyPath):

@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from kvdock import Client, KVDockError
+from kvdock.v1 import admin_pb2
 
 POLL_SECONDS = 0.02
+POOL_SECONDS = 30.0
 
 
 class ServerError(Exception):
@@ -107,3 +109,16 @@ class ServerProcess:
 
     def _failure(self, what: str) -> ServerError:
         return ServerError(f"the server {what}; its log:\n{self.log_text}")
+
+
+def wait_for_pool(client: Client, nbytes: Callable[[admin_pb2.PoolStatus], int]) -> None:
+    """Wait until ``nbytes`` of its status, say what is faulted in or pinned, are the whole pool.
+
+    Raises:
+        ServerError: they were not within POOL_SECONDS.
+    """
+    deadline = time.monotonic() + POOL_SECONDS
+    while nbytes(pool := client.status().pool) < pool.total_bytes:
+        if time.monotonic() > deadline:
+            raise ServerError(f"not all of the pool is ready after {POOL_SECONDS:.0f} s: {pool}")
+        time.sleep(POLL_SECONDS)
