@@ -32,6 +32,7 @@ from vllm.lora.request import LoRARequest
 
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.copier import Copier
+from kvdock_vllm.worker import WorkerHalf
 
 # -- hits -------------------------------------------------------------------------------------
 
@@ -714,29 +715,39 @@ def test_workers_hear_of_the_server_once_and_before_any_request(engine: Simulate
     assert not engine.scheduler.has_requests()
 
 
+@pytest.mark.parametrize("tensor_size", [1, 2])
 def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
-    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tensor_size: int
 ) -> None:
-    """vLLM takes note of a load that has ended only when one more step is done."""
-    cold = start_engine()
+    """vLLM takes note of a load that has ended on all ranks only when one more step is done."""
+    cold = start_engine(tensor_size=tensor_size)
     for n in range(2):
         cold.generate(prompt(3 * C, seed=n))
     monkeypatch.setattr(worker_module, "_IDLE_WAIT_SECONDS", 20.0)
-    go_on, first = threading.Event(), threading.Lock()
-    real = Copier._pieces
+    engine = start_engine(tensor_size=tensor_size, async_scheduling=True)
+    ranks = [rank.connector._of_worker for rank in engine.ranks]
+    go_on, others_may_end = threading.Event(), threading.Event()
+    real = WorkerHalf._load
 
-    def held(self: Copier, *arguments: Any) -> Iterator[Any]:
-        if not first.acquire(blocking=False):
+    def held(self: WorkerHalf, ended: Any) -> None:
+        if ended.load.request_id == "second":
             go_on.wait(30)
-        yield from real(self, *arguments)
+        elif self is not ranks[0]:
+            others_may_end.wait(30)
+        real(self, ended)
 
-    engine = start_engine(async_scheduling=True)
-    monkeypatch.setattr(Copier, "_pieces", held)
-    for n in range(2):
-        engine.add(f"r{n}", prompt(3 * C, seed=n), max_tokens=2)
+    monkeypatch.setattr(WorkerHalf, "_load", held)
+    for rank in ranks[1:]:
+        rank._idle_wait = 0.0  # too slow for the step in which the first rank's load ends
+    for n, name in enumerate(["first", "second"]):
+        engine.add(name, prompt(3 * C, seed=n), max_tokens=2)
     began = time.monotonic()
-    while not any(outcome.tokens for outcome in engine.outcomes.values()):
+    while not engine.outcomes["first"].tokens:
         engine.step()
+        if ranks[0]._steps_with_news and not others_may_end.is_set():
+            others_may_end.set()
+            while any(rank._ended.empty() for rank in ranks[1:]):
+                time.sleep(0.001)
     assert time.monotonic() - began < 10
     go_on.set()
     engine.run()
