@@ -16,10 +16,14 @@ NOISE = 16 << 20
 def test_bad_readers_cost_the_others_nothing_and_the_server_a_bounded_amount() -> None:
     result = check(events=100_000, rounds=5)
     assert result.published >= 100_000
-    # In turns with the other server, as far as a shared machine can tell.
-    good = result.rate_ratios["8 readers"]["32 MiB"]
-    assert result.rate_ratios[BAD]["32 MiB"] > 0.9 * good
-    assert result.rate_ratios["log, no reader"]["32 MiB"] > 0.9
+    # The server's own work, which other processes of a shared machine do not lengthen.
+    work = {name: ratios["32 MiB"] for name, ratios in result.work_ratios.items()}
+    assert work[BAD] < 1.2 * work["8 readers"]
+    assert work["log, no reader"] < 1.4
+    # A server that waits works no more. They do shift these, so only what is blatant is found.
+    rates = {name: ratios["32 MiB"] for name, ratios in result.rate_ratios.items()}
+    assert rates[BAD] > 0.7 * rates["8 readers"]
+    assert rates["log, no reader"] > 0.7
 
     def grown(name: str) -> int:
         before, after = result.rss[name]
