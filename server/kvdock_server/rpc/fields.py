@@ -8,7 +8,7 @@ import numpy as np
 
 from kvdock_server.errors import invalid
 from kvdock_server.transfer import GroupLayout
-from kvdock_server.transfer.plan import I64
+from kvdock_server.transfer.arrays import I64
 
 EVENT_HANDLE_BYTES = 64
 

@@ -1,6 +1,7 @@
 """Bytes between the pool and workers' device memory.
 
-``layout`` and ``plan`` are pure: what a worker describes, and which copies move its blocks.
+What a worker describes is a ``layout``. Where its ``regions`` are mapped, a ``plan`` finds the
+copies that move its blocks at the lowest ``prices``, in ``pieces``; all of these are pure.
 ``driver``, ``staging`` and ``pinning`` are the CUDA there is; ``cuda`` carries pieces out, ``lane``
 is a thread of such work, ``device`` a GPU, and ``gpu`` the asyncio face of it all. Importing this
 package loads no CUDA library: the first registration does.

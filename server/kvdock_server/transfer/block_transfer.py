@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from kvdock_server.transfer.arrays import I64, U64
 from kvdock_server.transfer.cuda import DeviceMover, Direction
 from kvdock_server.transfer.device import Device, MappedGroup
-from kvdock_server.transfer.plan import I64, U64, CopyPiece, Piece, RelayedBlocks
+from kvdock_server.transfer.pieces import CopyPiece, Piece, RelayedBlocks
 from kvdock_server.transfer.ready_events import ReadyEvents
 
 

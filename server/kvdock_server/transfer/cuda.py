@@ -19,8 +19,8 @@ from kvdock_server.transfer.driver import (
     rectangle_to_device,
     rectangle_to_host,
 )
+from kvdock_server.transfer.pieces import CopyPiece, Rectangles, ScatteredBlocks, Segments
 from kvdock_server.transfer.pinning import PinnedPool
-from kvdock_server.transfer.plan import CopyPiece, Rectangles, ScatteredBlocks, Segments
 from kvdock_server.transfer.staging import RegionTable, StagingBuffers
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from kvdock_server.transfer.cuda import DeviceMover, Direction
 from kvdock_server.transfer.driver import Driver
 from kvdock_server.transfer.lane import Job, Lane, Transfer
 from kvdock_server.transfer.layout import DeviceAllocation, GroupLayout, LayoutError
+from kvdock_server.transfer.pieces import Piece
 from kvdock_server.transfer.pinning import PinnedPool
-from kvdock_server.transfer.plan import Piece, Planner
+from kvdock_server.transfer.plan import Planner
 from kvdock_server.transfer.ready_events import ReadyEvents
 from kvdock_server.transfer.staging import RegionTable
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvdock_server.transfer.plan import U64
+from kvdock_server.transfer.arrays import U64
 
 CUDA_SUCCESS = 0
 CUDA_ERROR_INVALID_VALUE = 1

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from kvdock_server.transfer.arrays import I64, U64
 from kvdock_server.transfer.block_transfer import (
     BlockTransfer,
     ReadyEvent,
@@ -18,7 +19,6 @@ from kvdock_server.transfer.block_transfer import (
 from kvdock_server.transfer.cuda import Direction
 from kvdock_server.transfer.device import WorkerMemory
 from kvdock_server.transfer.lane import Job, TransferFailedError
-from kvdock_server.transfer.plan import I64, U64
 from kvdock_server.transfer.relay import Branch, FanOut, NoRelayError, Relay
 
 logger = logging.getLogger(__name__)

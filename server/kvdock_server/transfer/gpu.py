@@ -19,6 +19,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
+from kvdock_server.transfer.arrays import I64, U64
 from kvdock_server.transfer.block_transfer import BlockTransfer, ReadyEvent
 from kvdock_server.transfer.cuda import Direction
 from kvdock_server.transfer.device import (
@@ -33,7 +34,7 @@ from kvdock_server.transfer.fan_out import Copied, Follower, Load, Relays, until
 from kvdock_server.transfer.lane import Job
 from kvdock_server.transfer.layout import DeviceAllocation, GroupLayout, LayoutError
 from kvdock_server.transfer.pinning import PinnedPool
-from kvdock_server.transfer.plan import I64, U64, block_hosts
+from kvdock_server.transfer.plan import block_hosts
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from itertools import cycle
 import numpy as np
 
 from kvdock_server.transfer import staging
+from kvdock_server.transfer.arrays import I64, U64
 from kvdock_server.transfer.block_transfer import BlockTransfer, Start
 from kvdock_server.transfer.cuda import Direction
 from kvdock_server.transfer.device import Device, MappedGroup, WorkerMemory
@@ -33,16 +34,9 @@ from kvdock_server.transfer.driver import (
     Side,
 )
 from kvdock_server.transfer.layout import LayoutError
-from kvdock_server.transfer.plan import (
-    COPY_PRICES,
-    I64,
-    U64,
-    Piece,
-    Planner,
-    Rectangles,
-    RelayedBlocks,
-    Segments,
-)
+from kvdock_server.transfer.pieces import Piece, Rectangles, RelayedBlocks, Segments
+from kvdock_server.transfer.plan import Planner
+from kvdock_server.transfer.prices import COPY_PRICES
 from kvdock_server.transfer.relay_kernel import RelayKernel
 from kvdock_server.transfer.relay_plan import RelayPlanner
 

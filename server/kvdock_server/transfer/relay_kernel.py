@@ -13,8 +13,8 @@ import ctypes
 
 import numpy as np
 
+from kvdock_server.transfer.arrays import I64
 from kvdock_server.transfer.driver import Driver
-from kvdock_server.transfer.plan import I64
 from kvdock_server.transfer.relay_plan import Pairs
 from kvdock_server.transfer.staging import (
     FEW_IDS,

@@ -29,6 +29,7 @@ from kvdock_server.transfer import (
     staging,
 )
 from kvdock_server.transfer.lane import Job, Lane, Transfer
+from kvdock_server.transfer.prices import COPY_PRICES
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
@@ -149,7 +150,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def staged(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be staged is."""
     for module in (plan, relay):
-        prices = plan.COPY_PRICES._replace(stage_us=0.0, stage_rectangles_below=1.0)
+        prices = COPY_PRICES._replace(stage_us=0.0, stage_rectangles_below=1.0)
         monkeypatch.setattr(module, "COPY_PRICES", prices)
     for module in (plan, staging):
         monkeypatch.setattr(module, "STAGED_PIECE_BYTES", 5000)
@@ -453,7 +454,7 @@ async def test_only_who_passes_on_stages_what_is_not_worth_it_otherwise(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (plan, relay):
-        prices = plan.COPY_PRICES._replace(stage_segments_below=0.0, stage_passed_on_below=1.0)
+        prices = COPY_PRICES._replace(stage_segments_below=0.0, stage_passed_on_below=1.0)
         monkeypatch.setattr(module, "COPY_PRICES", prices)
     workers = await setting.workers("block first, layers apart")
     memories = [worker.registration._worker for worker in workers]

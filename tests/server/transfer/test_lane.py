@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvdock_server.transfer.lane import Lane, TransferCancelledError, TransferFailedError
-from kvdock_server.transfer.plan import Piece, RelayedBlocks, ScatteredBlocks, Segments
+from kvdock_server.transfer.pieces import Piece, RelayedBlocks, ScatteredBlocks, Segments
 
 PIECE = 4096
 UNDER_WAY = 6

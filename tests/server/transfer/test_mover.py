@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from kvdock_server.transfer import cuda
+from kvdock_server.transfer.arrays import U64
 from kvdock_server.transfer.cuda import DeviceMover, Direction
 from kvdock_server.transfer.driver import CudaError, Driver, Side
+from kvdock_server.transfer.pieces import Rectangles, Segments
 from kvdock_server.transfer.pinning import PinnedPool
-from kvdock_server.transfer.plan import U64, Rectangles, Segments
 
 
 class CountingDriver:

@@ -16,15 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdock_server.transfer import plan as planning
+from kvdock_server.transfer import regions
 from kvdock_server.transfer.layout import BlockRegion, GroupLayout, LayoutError
-from kvdock_server.transfer.plan import (
-    Piece,
-    Planner,
-    Rectangles,
-    ScatteredBlocks,
-    Segments,
-    block_hosts,
-)
+from kvdock_server.transfer.pieces import Piece, Rectangles, ScatteredBlocks, Segments
+from kvdock_server.transfer.plan import Planner, block_hosts
+from kvdock_server.transfer.prices import COPY_PRICES
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
@@ -180,9 +176,10 @@ def check_plan(
         if tiny_limits:  # so that small arrays reach every branch
             patch.setattr(planning, "PIECE_US", 3.0)
             patch.setattr(planning, "STAGED_PIECE_BYTES", 4096)
-            patch.setattr(planning, "_MAX_OPERATION_BYTES", 150)
+            for module in (planning, regions):
+                patch.setattr(module, "MAX_OPERATION_BYTES", 150)
             patch.setattr(planning, "_WINDOW_OPERATIONS", 7)
-            prices = planning.COPY_PRICES._replace(stage_us=0.0)
+            prices = COPY_PRICES._replace(stage_us=0.0)
             patch.setattr(planning, "COPY_PRICES", prices)
         step = piece_bytes or 1 << 40
         borders = np.arange(HOST_BASE + step, HOST_BASE + len(host), step, dtype=np.uint64)

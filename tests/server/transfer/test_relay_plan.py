@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdock_server.transfer.layout import BlockRegion, GroupLayout
-from kvdock_server.transfer.plan import Planner, Rectangles, Segments
+from kvdock_server.transfer.pieces import Rectangles, Segments
+from kvdock_server.transfer.plan import Planner
 from kvdock_server.transfer.relay_plan import RelayPlanner
 
 sys.path.insert(0, str(Path(__file__).parent))
