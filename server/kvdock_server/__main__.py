@@ -12,7 +12,7 @@ from kvdock_server import config as configuration
 from kvdock_server import lifecycle
 from kvdock_server.allocator import keep_freed_memory
 from kvdock_server.endpoint import EndpointError
-from kvdock_server.pool.segment import PoolError
+from kvdock_server.pool.room import PoolError
 
 _USAGE_ERROR = 2
 

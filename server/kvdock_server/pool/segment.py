@@ -16,11 +16,11 @@ import secrets
 import struct
 import threading
 from collections.abc import Callable
-from pathlib import Path
+
+from kvdock_server.pool.room import SHM, PoolError, check_room
 
 logger = logging.getLogger(__name__)
 
-SHM = Path("/dev/shm")
 _PREFIX = "kvdock-"
 _STEP_BYTES = 64 << 20
 _FAULT_THREADS = 4
@@ -36,10 +36,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class PoolError(Exception):
-    """The pool cannot be had as asked for. The message has the numbers and what to do."""
-
-
 class Segment:
     """One named piece of shared memory, mapped into this process.
 
@@ -48,8 +44,8 @@ class Segment:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Make and map a segment of ``nbytes``; PoolError if this host has less memory."""
-        _check_room(nbytes)
+        """Make and map a segment of ``nbytes``; PoolError if there is less memory."""
+        check_room(nbytes)
         self.nbytes = nbytes
         self.shm_name = f"/{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
         self._path = SHM / self.shm_name[1:]
@@ -161,27 +157,3 @@ def reclaim_stale_segments() -> list[str]:
         finally:
             os.close(fd)
     return removed
-
-
-def _check_room(nbytes: int) -> None:
-    stats = os.statvfs(SHM)
-    free = stats.f_bavail * stats.f_frsize
-    if nbytes > free:
-        raise PoolError(
-            f"--memory {nbytes} bytes, but {SHM} has {free} bytes free: start with less --memory, "
-            f"or enlarge {SHM} (in a container: --shm-size)"
-        )
-    available = _available_memory()
-    if nbytes > available:
-        raise PoolError(
-            f"--memory {nbytes} bytes, but this host has {available} bytes available: start with "
-            "less --memory"
-        )
-
-
-def _available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value = line.split(":", 1)
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise PoolError("/proc/meminfo has no MemAvailable: this kernel is not supported")

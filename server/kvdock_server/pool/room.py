@@ -1,0 +1,104 @@
+"""How much memory a pool may take: of /dev/shm, of the host, and of this process's cgroups.
+
+The server asks before it starts. A kernel that finds out later ends it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SHM = Path("/dev/shm")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class PoolError(Exception):
+    """The pool cannot be had as asked for. The message has the numbers and what to do."""
+
+
+def check_room(nbytes: int) -> None:
+    """PoolError if there is no room for a pool of ``nbytes``."""
+    stats = os.statvfs(SHM)
+    free = stats.f_bavail * stats.f_frsize
+    if nbytes > free:
+        raise PoolError(
+            f"--memory {nbytes} bytes, but {SHM} has {free} bytes free: start with less --memory, "
+            f"or enlarge {SHM} (in a container: --shm-size)"
+        )
+    available = _available_on_host()
+    if nbytes > available:
+        raise PoolError(
+            f"--memory {nbytes} bytes, but this host has {available} bytes available: start with "
+            "less --memory"
+        )
+    for folder, left in left_by_cgroups(_OWN_CGROUPS, _CGROUPS):
+        if nbytes > left:
+            raise PoolError(
+                f"--memory {nbytes} bytes, but the memory limit of the cgroup {folder} leaves "
+                f"{left} bytes: start with less --memory, or raise the limit of the server's "
+                "container, pod or systemd unit (MemoryMax)"
+            )
+
+
+def _available_on_host() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":", 1)
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise PoolError("/proc/meminfo has no MemAvailable: this kernel is not supported")
+
+
+class _Files(NamedTuple):
+    """Where a version of cgroups says what."""
+
+    limit: str
+    usage: str
+    reclaimable: tuple[str, ...]
+    """Keys of memory.stat: what the kernel takes back before it refuses."""
+
+
+_V1 = _Files(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+_V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
+
+
+def left_by_cgroups(own: Path, root: Path) -> Iterator[tuple[Path, int]]:
+    """Each cgroup with a memory limit around this process, and how many bytes that leaves.
+
+    ``own`` is /proc/self/cgroup, ``root`` where cgroups are mounted (cgroups(7)). In a container
+    the paths may be the host's, which are not there; its own limits are at the root then.
+    """
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files, mounted = _V2, root
+        elif "memory" in controllers.split(","):
+            files, mounted = _V1, root / "memory"
+        else:
+            continue
+        inside = mounted / path.lstrip("/")
+        for folder in (inside, *inside.parents):
+            if not folder.is_relative_to(mounted):
+                break
+            left = _left(folder, files)
+            if left is not None:
+                yield folder, left
+
+
+def _left(folder: Path, files: _Files) -> int | None:
+    """None if there is no limit."""
+    try:
+        limit = (folder / files.limit).read_text().strip()
+        if limit == "max":
+            return None
+        usage = int((folder / files.usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return int(limit) - usage + sum(int(stat.get(key, 0)) for key in files.reclaimable)
