@@ -118,14 +118,22 @@ def test_listings(server: Any, data: Path, tokens: Path) -> None:
 def test_status_shows_pool_and_sessions(server: Any) -> None:
     import kvdock as library
 
-    with library.Client(server.address) as client, client.session("engine-7", role="scheduler"):
+    with (
+        library.Client(server.address) as client,
+        client.session("engine-7", role="scheduler"),
+        client.session("engine-7", role="worker"),
+    ):
         shown = ok(server.address, "status").decode()
         answer = json.loads(ok(server.address, "status", "--json"))
 
     assert "64.0 MiB" in shown
-    assert "engine-7" in shown
+    rows = [line.replace("│", " ").split()[:5] for line in shown.splitlines() if "engine-7" in line]
+    assert rows == [  # only a worker has a mode
+        ["engine-7", "scheduler", "0", "0", "-"],
+        ["engine-7", "worker", "0", "0", "shared"],
+    ]
     assert answer["pool"]["total_bytes"] == 64 << 20
-    assert [session["role"] for session in answer["sessions"]] == ["scheduler"]
+    assert [session["role"] for session in answer["sessions"]] == ["scheduler", "worker"]
     assert isinstance(answer["epoch"], str)
 
 

@@ -32,7 +32,7 @@ from kvdock.v1 import admin_pb2
 
 # The versions that KVDock is made and tested for.
 _MINIMUM_VERSIONS = {"grpcio": (1, 78), "protobuf": (6, 33)}
-_TESTED_VLLM = (0, 32)
+_TESTED_VLLM = (0, 26), (0, 33)
 
 _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN_NAME = "kvdock"
@@ -290,9 +290,9 @@ def _cupy() -> Finding:
         return Finding(
             "CuPy",
             Verdict.WARNING,
-            "not installed: the server cannot open an engine's GPU memory, engines copy by "
-            "themselves",
-            "pip install 'kvdock[cuda13]', or 'kvdock[cuda12]' for a CUDA 12 driver",
+            "not installed: the server has no kernels for scattered blocks and copies them by copy "
+            "engines, at up to half the speed",
+            "install kvdock with its extra cuda13, or cuda12 for a CUDA 12 driver",
         )
     return Finding("CuPy", Verdict.OK, "installed")
 
@@ -330,10 +330,11 @@ def _vllm() -> Iterator[Finding]:
     if version is None:
         yield Finding("vLLM", Verdict.NOTE, "not installed in this environment")
         return
-    tested = ".".join(map(str, _TESTED_VLLM))
-    if _version_tuple(version)[:2] == _TESTED_VLLM:
+    oldest, newest = _TESTED_VLLM
+    if oldest <= _version_tuple(version)[:2] <= newest:
         yield Finding("vLLM", Verdict.OK, version)
     else:
+        tested = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
         yield Finding(
             "vLLM",
             Verdict.WARNING,
@@ -350,7 +351,7 @@ def _plugin() -> Finding:
             "vLLM plugin",
             Verdict.BROKEN,
             "vLLM does not find KVDockConnector by its name",
-            "install kvdock in vLLM's own environment: pip install kvdock[vllm]",
+            "install kvdock with its extra vllm in vLLM's own environment",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and _PLUGIN_NAME not in allowed.split(","):

@@ -13,7 +13,14 @@ from typing import IO
 from kvdock.cli import inputs, output
 from kvdock.client import Client
 from kvdock.errors import InvalidArgument
-from kvdock.types import ChunkStatus, Group, Namespace, PartStatus, TransferMode
+from kvdock.types import (
+    ChunkStatus,
+    Group,
+    Namespace,
+    PartStatus,
+    SessionRole,
+    TransferMode,
+)
 from kvdock.v1 import admin_pb2
 
 # Tokens a chunk that `put --register` assumes.
@@ -74,7 +81,7 @@ def status(arguments: argparse.Namespace) -> int:
                     output.message_to_json(session)["role"],
                     session.worker_id,
                     session.kv_worker_id,
-                    output.enum_name(TransferMode(session.mode)),
+                    _mode(session),
                     session.leases,
                     session.reserved_chunks,
                     session.client,
@@ -343,7 +350,18 @@ def _pool(pool: admin_pb2.PoolStatus) -> str:
     )
     if pool.ready_bytes < pool.total_bytes:
         text += f"; {output.size(pool.ready_bytes)} faulted in so far"
+    if pool.pinned_bytes:
+        text += f"; {output.size(pool.pinned_bytes)} pinned"
+    if pool.pin_refused:
+        text += f"; {pool.pin_refused}"
     return text
+
+
+def _mode(session: admin_pb2.SessionStatus) -> str:
+    """Only workers move bytes."""
+    if SessionRole(session.role) is not SessionRole.WORKER:
+        return "-"
+    return output.enum_name(TransferMode(session.mode))
 
 
 def _copied(counters: admin_pb2.Counters) -> str:

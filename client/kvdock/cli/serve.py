@@ -15,5 +15,6 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     """Replaces this process by ``python -m kvdock_server`` with the same arguments."""
     missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
     if missing:
-        sys.exit(f"kvdock: the server needs {', '.join(missing)}: pip install 'kvdock[server]'")
+        needed = ", ".join(missing)
+        sys.exit(f"kvdock: the server needs {needed}: install kvdock with its extra server")
     os.execv(sys.executable, [sys.executable, "-m", "kvdock_server", *arguments])
