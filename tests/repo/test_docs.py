@@ -60,3 +60,24 @@ def test_every_connector_setting_is_documented() -> None:
     documented = set(re.findall(r"^\| `kvdock\.([a-z_]+)`", page, re.MULTILINE))
     source = (REPOSITORY / "vllm_plugin" / "kvdock_vllm" / "config.py").read_text()
     assert documented == set(re.findall(r"``kvdock\.([a-z_]+)``", source))
+
+
+def test_every_metric_is_documented() -> None:
+    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"`((?:vllm:)?kvdock_[a-z_]+)`", page))
+    server = (REPOSITORY / "server" / "kvdock_server" / "metrics.py").read_text()
+    counters = set(re.findall(r'_counter\(\s*"([a-z_]+)"', server))
+    gauges = set(re.findall(r'_gauge\(\s*"([a-z_]+)"', server))
+    labelled = set(re.findall(r'(Counter|Gauge)MetricFamily\(\s*"kvdock_([a-z_]+)"', server))
+    counters |= {name for kind, name in labelled if kind == "Counter"}
+    gauges |= {name for kind, name in labelled if kind == "Gauge"}
+    connector = (REPOSITORY / "vllm_plugin" / "kvdock_vllm" / "metrics.py").read_text()
+    of_vllm = set(re.findall(r'^    "([a-z_]+)": "', connector, re.MULTILINE))
+    assert len(counters) > 10
+    assert len(of_vllm) > 10
+    assert documented == {
+        *(f"kvdock_{name}_total" for name in counters),
+        *(f"kvdock_{name}" for name in gauges),
+        *(f"vllm:kvdock_{name}_total" for name in of_vllm),
+        "vllm:kvdock_workers",
+    }

@@ -92,7 +92,8 @@ class AdminServiceServicer(object):
 
     def Clear(self, request, context):
         """Clear makes everything in a namespace invisible at once. Memory that somebody holds a lock on
-        is returned when the lock ends. The namespace stays registered.
+        is returned when the lock ends. The namespace stays registered, as long as there is room
+        for it (see RegisterNamespace).
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """

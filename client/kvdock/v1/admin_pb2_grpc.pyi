@@ -171,7 +171,8 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
 
     Clear: _AdminServiceClearType
     """Clear makes everything in a namespace invisible at once. Memory that somebody holds a lock on
-    is returned when the lock ends. The namespace stays registered.
+    is returned when the lock ends. The namespace stays registered, as long as there is room
+    for it (see RegisterNamespace).
 
     NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
     """
@@ -240,7 +241,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.admin_pb2.ClearResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.ClearResponse]]:
         """Clear makes everything in a namespace invisible at once. Memory that somebody holds a lock on
-        is returned when the lock ends. The namespace stays registered.
+        is returned when the lock ends. The namespace stays registered, as long as there is room
+        for it (see RegisterNamespace).
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """

@@ -101,9 +101,11 @@ class CacheServiceServicer(object):
 
     def RegisterNamespace(self, request, context):
         """RegisterNamespace makes a namespace known. Idempotent. Needed once in the life of a server
-        before any other call names the namespace.
+        before any other call names the namespace. A server knows up to 4,096; for one more it forgets
+        one in which nothing is stored. Who gets UNKNOWN_NAMESPACE later on registers again.
 
         FAILED_PRECONDITION (NAMESPACE_CONFLICT) if the name is known with other contents.
+        RESOURCE_EXHAUSTED (TOO_MANY_NAMESPACES) if 4,096 others have something stored in them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

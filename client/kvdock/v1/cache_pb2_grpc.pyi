@@ -283,9 +283,11 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
 
     RegisterNamespace: _CacheServiceRegisterNamespaceType
     """RegisterNamespace makes a namespace known. Idempotent. Needed once in the life of a server
-    before any other call names the namespace.
+    before any other call names the namespace. A server knows up to 4,096; for one more it forgets
+    one in which nothing is stored. Who gets UNKNOWN_NAMESPACE later on registers again.
 
     FAILED_PRECONDITION (NAMESPACE_CONFLICT) if the name is known with other contents.
+    RESOURCE_EXHAUSTED (TOO_MANY_NAMESPACES) if 4,096 others have something stored in them.
     """
 
     Lookup: _CacheServiceLookupType
@@ -426,9 +428,11 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.cache_pb2.RegisterNamespaceResponse, collections.abc.Awaitable[kvdock.v1.cache_pb2.RegisterNamespaceResponse]]:
         """RegisterNamespace makes a namespace known. Idempotent. Needed once in the life of a server
-        before any other call names the namespace.
+        before any other call names the namespace. A server knows up to 4,096; for one more it forgets
+        one in which nothing is stored. Who gets UNKNOWN_NAMESPACE later on registers again.
 
         FAILED_PRECONDITION (NAMESPACE_CONFLICT) if the name is known with other contents.
+        RESOURCE_EXHAUSTED (TOO_MANY_NAMESPACES) if 4,096 others have something stored in them.
         """
 
     @abc.abstractmethod
