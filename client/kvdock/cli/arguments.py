@@ -90,7 +90,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     put.add_argument(
         "--register",
         action="store_true",
-        help="register the namespace first: one shard, no groups, shards as long as the file's",
+        help="register the namespace first: one shard, one group, shards as long as the file's",
     )
     put.set_defaults(run=commands.put)
 
