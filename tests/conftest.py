@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,14 @@ READY = "serving at"
 class ServerProcess:
     """A server that this test started, and may kill and start again at the same address."""
 
-    def __init__(self, socket: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        socket: Path,
+        *arguments: str,
+        program: Sequence[str] = ("-m", "kvdock_server"),
+    ) -> None:
+        """``program``: what Python runs."""
+        self._program = program
         self.socket = socket
         self.address = f"unix://{socket}"
         self._arguments = arguments
@@ -30,8 +38,7 @@ class ServerProcess:
         self.process = subprocess.Popen(
             [
                 sys.executable,
-                "-m",
-                "kvdock_server",
+                *self._program,
                 "--listen",
                 self.address,
                 *self._arguments,
@@ -78,9 +85,9 @@ def start_server() -> Iterator[Callable[..., ServerProcess]]:
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
         servers: list[ServerProcess] = []
 
-        def start(*arguments: str, memory: str = "64MiB") -> ServerProcess:
+        def start(*arguments: str, memory: str = "64MiB", **options: Any) -> ServerProcess:
             socket = Path(folder) / f"{len(servers)}.sock"
-            servers.append(ServerProcess(socket, "--memory", memory, *arguments))
+            servers.append(ServerProcess(socket, "--memory", memory, *arguments, **options))
             return servers[-1]
 
         yield start

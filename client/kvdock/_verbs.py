@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 
 # A year; some clocks end with the century.
 _LONGEST_TIMEOUT = 365 * 86_400.0
+_LONGEST_STORE = 86_400.0
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -208,7 +210,9 @@ def store(
     group_idx: int | None,
     ready_event: bytes,
     event_data: Sequence[ChunkEventData] | None,
+    seconds: float,
 ) -> Call[cache_pb2.StoreRequest, cache_pb2.StoreResponse, list[ChunkStatus]]:
+    seconds = min(max(seconds, 0.001), _LONGEST_STORE)
     return Call(
         cache_pb2.StoreRequest(
             namespace=namespace,
@@ -218,6 +222,8 @@ def store(
             block_ids=block_ids,
             ready_event=ready_event,
             event_data=event_data_messages(event_data),
+            timeout_ms=math.ceil(seconds * 1000),
+            deadline_ns=time.monotonic_ns() + int(seconds * 1e9),
         ),
         lambda response: _statuses(response.statuses),
     )

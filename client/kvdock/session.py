@@ -250,9 +250,19 @@ class Session:
         """Server mode: the server copies chunks out of the registered memory, then answers.
 
         ``block_ids`` are the blocks of all chunks, chunk by chunk; ``ready_event`` a CUDA IPC event
-        handle that the copy waits for. Raises WrongMode, DeviceMemory.
+        handle that the copy waits for. What is not copied within ``timeout`` never becomes visible,
+        so after DeadlineExceeded the blocks may be used again. Raises WrongMode, DeviceMemory.
         """
-        call = _verbs.store(namespace, keys, block_ids, parent, group_idx, ready_event, event_data)
+        call = _verbs.store(
+            namespace,
+            keys,
+            block_ids,
+            parent,
+            group_idx,
+            ready_event,
+            event_data,
+            self._timeout if timeout is None else _verbs.limited(timeout),
+        )
         return self._call(call, timeout)
 
     def retrieve(
@@ -278,6 +288,10 @@ class Session:
         ``block_ids`` when it answers, and the locks are free; ``also_fill`` names other readers of
         the same shard that get the same bytes, and each of those asks with ``filled_by``,
         the reader that fills it, what came of it. Raises UnknownLease, ForeignLease, DeviceMemory.
+
+        After DeadlineExceeded or SessionLost the server may still write to the blocks: until its
+        process has ended (:class:`kvdock.liveness.ServerProcess`), or a new session of the worker
+        has registered its memory.
         """
         call = _verbs.retrieve(
             lease,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -482,3 +483,70 @@ async def test_other_modes_have_no_followers(engine: Engine) -> None:
             await engine.copies.retrieve(session, request)
         assert caught.value.reason is Reason.WRONG_MODE
     await engine.lead(lease)
+
+
+# What a worker has given up is not done later, when a server that stood still goes on.
+
+
+def ns(seconds: float) -> int:
+    """So far from now, as deadline_ns."""
+    return time.monotonic_ns() + round(seconds * 1e9)
+
+
+async def store(engine: Engine, **fields: Any) -> set[types.ChunkStatus.ValueType]:
+    """Store new chunks from blocks that are there."""
+    keys = [bytes([100 + n]) * 32 for n in range(4)]
+    request = pb.StoreRequest(
+        namespace="model", keys=keys, block_ids=range(4 * PER_CHUNK), timeout_ms=5000, **fields
+    )
+    response = await engine.copies.store(engine.workers[0].session, request)
+    found = engine.core.lookup(engine.scheduler, "model", keys, probe=True).chunks
+    assert found == (len(keys) if set(response.statuses) == {types.CHUNK_STATUS_STORED} else 0)
+    assert engine.core.index.reserved_bytes == 0
+    return set(response.statuses)
+
+
+async def test_a_store_in_time_and_one_that_is_read_too_late(engine: Engine) -> None:
+    assert await store(engine, deadline_ns=ns(-0.001)) == {FAILED}
+    assert await store(engine, deadline_ns=ns(4)) == {types.CHUNK_STATUS_STORED}
+
+
+async def test_a_store_whose_copy_ends_too_late(engine: Engine) -> None:
+    engine.driver.before_copy = lambda *_: time.sleep(0.05)
+    assert await store(engine, deadline_ns=ns(0.02)) == {FAILED}
+
+
+async def test_a_load_that_is_read_too_late(engine: Engine) -> None:
+    assert await engine.lead(engine.lookup(), deadline_ns=ns(-0.001)) == [FAILED] * 4
+    assert not any(engine.is_filled(reader) for reader in range(3))
+
+
+async def test_a_deadline_of_another_clock_is_refused(engine: Engine) -> None:
+    lease = engine.lookup(1)
+    with pytest.raises(RequestError, match="time namespace"):
+        await store(engine, deadline_ns=ns(60))
+    with pytest.raises(RequestError, match=r"CLOCK_MONOTONIC"):
+        await engine.lead(lease, also_fill=[], deadline_ns=ns(60))
+    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+async def test_the_next_registration_of_a_worker_ends_what_its_last_session_asked_for(
+    engine: Engine, reader: int
+) -> None:
+    lease = engine.lookup()
+    leading = asyncio.create_task(engine.lead(lease, ready_event=EVENT))
+    await asyncio.sleep(0.02)
+    old = engine.workers[reader]
+    engine.workers.append(await engine.worker(reader, reader))
+    engine.driver.ready_events.add(EVENT)
+    assert await leading == [FAILED if reader == 0 else RETRIEVED] * 4
+    assert [engine.is_filled(each) for each in range(3)] == [
+        reader == 1 and each != reader for each in range(3)
+    ]
+    request = pb.RetrieveRequest(lease_id=engine.lookup(), reader=reader, block_ids=TARGET)
+    with pytest.raises(RequestError) as caught:
+        await engine.copies.retrieve(old.session, request)
+    assert caught.value.reason is Reason.DEVICE_MEMORY
+    assert not old.cache.any()
+    engine.core.close_session(engine.scheduler)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvdock_server.transfer import gpu
 from kvdock_vllm.metadata import GroupLoad, Target
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers.base import Mark
+from kvdock_vllm.transfers.fence import Fence
 from kvdock_vllm.transfers.server import ServerCopies
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
@@ -30,6 +32,8 @@ LOAD = GroupLoad(0, None, 0, len(KEYS), 0, tuple(TARGET))
 
 class Session:
     """A rank's session with the server's verbs, without the stream between them."""
+
+    info = SimpleNamespace(segments=())
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine, rank: int) -> None:
         self._loop = loop
@@ -55,11 +59,17 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.engine = self.run(self._start(monkeypatch))
         self.sessions = [Session(self._loop, self.engine, rank) for rank in range(READERS)]
-        self.copies = [ServerCopies(ParallelStrategy(True, READERS, 1, r)) for r in range(READERS)]
+        self.copies = [self._copies(rank) for rank in range(READERS)]
+
+    def _copies(self, rank: int) -> ServerCopies:
+        fence = Fence()
+        session: Any = self.sessions[rank]
+        fence.registered(session)
+        return ServerCopies(ParallelStrategy(True, READERS, 1, rank), fence)
 
     async def _start(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
         engine = Engine()

@@ -48,6 +48,7 @@ from kvdock_vllm.transfers import (
     Mark,
     SharedTransfers,
     Transfers,
+    UnansweredError,
     split_blocks,
 )
 
@@ -72,6 +73,8 @@ _SHUTDOWN_SECONDS = 5.0
 # In a step without computation an engine has nothing to do but to wait for loads, unless it has
 # pipeline stages: then other steps are under way. It looks for new requests so often.
 _IDLE_WAIT_SECONDS = 0.005
+# How often it is made sure that a session has registered on which loads wait for that.
+_REGISTRATION_SECONDS = 1.0
 # vLLM takes note of an ended load when one more step is done; of several workers one may have told
 # of it a step before the last.
 _NEWS_STEPS = 2
@@ -88,6 +91,10 @@ class _StoreJob:
     future: Future[None] | None = None
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(slots=True)
 class _Ended:
     """What a background thread reports of one load or store."""
@@ -99,6 +106,8 @@ class _Ended:
     failed_blocks: frozenset[int] = frozenset()
     store: _StoreJob | None = None
     refused_from: int | None = None
+    is_over: Callable[[], bool] = _always
+    """False as long as something may still write to the blocks of a load that failed."""
 
 
 class WorkerHalf:
@@ -144,6 +153,9 @@ class WorkerHalf:
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.pipeline_size == 1 else 0.0
         self._num_loads = 0
         """Under way."""
+        self._unanswered: list[_Ended] = []
+        """Loads that failed, and whose blocks the server may still write to."""
+        self._next_registration = 0.0
         self._steps_with_news = 0
         """Still to be done before vLLM has taken note of loads that have ended."""
         self._held: set[str] = set()
@@ -315,27 +327,50 @@ class WorkerHalf:
 
     def _collect(self, seconds: float) -> None:
         """Takes over what the background threads have finished, and waits so long for the first."""
+        if self._unanswered:
+            unanswered, self._unanswered = self._unanswered, []
+            for ended in unanswered:
+                self._take_over(ended)
+            self._register_next_session()
         while True:
             try:
                 ended = self._ended.get(timeout=seconds) if seconds else self._ended.get_nowait()
             except Empty:
                 return
             seconds = 0.0
-            self._stats.aggregate(ended.stats)
-            if ended.load is not None:
-                self._num_loads -= 1
-                self._loaded.add(ended.load.request_id)
-                if not loads_fail_whole(self._shapes):
-                    self._failed_blocks |= ended.failed_blocks
-                elif ended.failed_blocks:
-                    self._failed_loads.add(ended.load.request_id)
-            if ended.store is not None:
-                spec = ended.store.spec
-                self._report.stores[spec.job_id] = StoreOutcome(1, ended.refused_from)
-                open_jobs = self._open_stores[spec.request_id]
-                open_jobs.discard(ended.store)
-                if not open_jobs:
-                    del self._open_stores[spec.request_id]
+            self._take_over(ended)
+
+    def _register_next_session(self) -> None:
+        """The server lets go of what a lost session had asked for when the next one registers."""
+        live = self._link.current
+        targets = [ended.load.target for ended in self._unanswered if ended.load is not None]
+        if live is None or time.monotonic() < self._next_registration:
+            return
+        for target in targets:
+            if target is not None and target.epoch == live.session.epoch:
+                self._next_registration = time.monotonic() + _REGISTRATION_SECONDS
+                self._load_threads.submit(self._expect, target)
+                return
+
+    def _take_over(self, ended: _Ended) -> None:
+        if not ended.is_over():
+            self._unanswered.append(ended)
+            return
+        self._stats.aggregate(ended.stats)
+        if ended.load is not None:
+            self._num_loads -= 1
+            self._loaded.add(ended.load.request_id)
+            if not loads_fail_whole(self._shapes):
+                self._failed_blocks |= ended.failed_blocks
+            elif ended.failed_blocks:
+                self._failed_loads.add(ended.load.request_id)
+        if ended.store is not None:
+            spec = ended.store.spec
+            self._report.stores[spec.job_id] = StoreOutcome(1, ended.refused_from)
+            open_jobs = self._open_stores[spec.request_id]
+            open_jobs.discard(ended.store)
+            if not open_jobs:
+                del self._open_stores[spec.request_id]
 
     def _give_up(self, job: _StoreJob) -> None:
         job.given_up.set()
@@ -364,6 +399,15 @@ class WorkerHalf:
             self._breaker.succeeded()
         except CopyStoppedError:
             _log.debug("request %s: %s was given up", name, verb)
+        except UnansweredError as error:
+            ended.is_over = error.is_over
+            self._breaker.failed()
+            _log.warning(
+                "request %s: could not load: %s. The server may still write to its blocks, so the "
+                "request waits until the server goes on or its process has ended",
+                name,
+                error.message,
+            )
         except KVDockError as error:
             if isinstance(error, DeadlineExceeded) and self._breaker.failed():
                 _log.warning("the KVDock server is slow: %s", error.message)
@@ -454,10 +498,12 @@ class WorkerHalf:
 
     def _expect(self, target: Target) -> None:
         """Does ahead of time what the first load or store would have to do otherwise."""
+        live = self._link.wait(target.epoch, _SESSION_SECONDS)
         try:
-            self._transfers.expect(self._session(target), target)
+            if live is not None:
+                self._transfers.expect(live.session, target)
         except CopyStoppedError:
-            _log.debug("no session for namespace %s yet", target.namespace)
+            _log.debug("nothing is copied of namespace %s", target.namespace)
         except KVDockError as error:
             _log.info("preparing for namespace %s failed: %s", target.namespace, error.message)
         except Exception:

@@ -224,7 +224,16 @@ class Session:
         timeout: float | None = None,
     ) -> list[ChunkStatus]:
         """As :meth:`kvdock.Session.store`."""
-        call = _verbs.store(namespace, keys, block_ids, parent, group_idx, ready_event, event_data)
+        call = _verbs.store(
+            namespace,
+            keys,
+            block_ids,
+            parent,
+            group_idx,
+            ready_event,
+            event_data,
+            self._timeout if timeout is None else _verbs.limited(timeout),
+        )
         return await self._call(call, timeout)
 
     async def retrieve(

@@ -467,6 +467,7 @@ class StoreRequest(google.protobuf.message.Message):
     READY_EVENT_FIELD_NUMBER: builtins.int
     EVENT_DATA_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    DEADLINE_NS_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     """The worker's session. On a session stream, 0 is that stream's session."""
     namespace: builtins.str
@@ -480,6 +481,12 @@ class StoreRequest(google.protobuf.message.Message):
     timeout_ms: builtins.int
     """Time after which the copy is given up; what is under way then ends with its piece, some
     milliseconds later, and nothing touches the blocks any more. 0: none.
+    """
+    deadline_ns: builtins.int
+    """Until when the worker leaves the blocks as they are, as CLOCK_MONOTONIC of this host in
+    nanoseconds. What is not copied by then never becomes visible, however late this request is
+    read: a server may stand still meanwhile and go on. At most timeout_ms ahead, if that is given.
+    0: the worker leaves them until it has the answer.
     """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -507,9 +514,10 @@ class StoreRequest(google.protobuf.message.Message):
         ready_event: builtins.bytes = ...,
         event_data: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkEventData] | None = ...,
         timeout_ms: builtins.int = ...,
+        deadline_ns: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "ready_event", b"ready_event", "session_id", b"session_id", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "ready_event", b"ready_event", "session_id", b"session_id", "timeout_ms", b"timeout_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
@@ -557,6 +565,7 @@ class RetrieveRequest(google.protobuf.message.Message):
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     ALSO_FILL_FIELD_NUMBER: builtins.int
     FILLED_BY_FIELD_NUMBER: builtins.int
+    DEADLINE_NS_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     """The worker's session. 0: none, for a lease without session. On a session stream, 0 is that
     stream's session.
@@ -593,6 +602,13 @@ class RetrieveRequest(google.protobuf.message.Message):
     reader to itself, which must then retrieve by itself. 0 for timeout_ms means 30,000 here.
     block_ids, skip_blocks, ready_event and also_fill must be empty.
     """
+    deadline_ns: builtins.int
+    """Server mode: the end of timeout_ms as CLOCK_MONOTONIC of this host in nanoseconds, so that the
+    call is given up in time however late it is read. 0: timeout_ms counts from when it is read.
+
+    Unlike those of a store, a reader's blocks may be written to until the call is answered, the
+    server's process has ended, or it has answered RegisterMemory of the reader's next session.
+    """
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Server mode: the engine's blocks to fill, from block skip_blocks of the first chunk on to the
@@ -628,9 +644,10 @@ class RetrieveRequest(google.protobuf.message.Message):
         timeout_ms: builtins.int = ...,
         also_fill: collections.abc.Iterable[builtins.int] | None = ...,
         filled_by: builtins.int | None = ...,
+        deadline_ns: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "filled_by", b"filled_by", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_id", b"session_id", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_id", b"session_id", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_filled_by", b"_filled_by"]) -> typing.Literal["filled_by"] | None: ...
     @typing.overload

@@ -352,7 +352,10 @@ Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 
 @typing.final
 class RegisterMemoryRequest(google.protobuf.message.Message):
-    """The KV cache of a worker. Sent again, it replaces what was registered before."""
+    """The KV cache of a worker. Sent again, it replaces what was registered before, on an earlier
+    session of the same worker as well: when it is answered, nothing touches memory on behalf of
+    calls of that session any more.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

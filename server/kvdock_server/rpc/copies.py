@@ -43,6 +43,7 @@ class Copies:
         registration, layout = self._memory.of(session, request.namespace, verbs.group_idx(request))
         blocks = fields.block_ids(request.block_ids, layout, len(request.keys), skip_blocks=0)
         event = fields.ready_event(request.ready_event)
+        deadline = fields.deadline(request, self._core.clock())
         outcomes = self._core.reserve(
             session,
             request.namespace,
@@ -66,8 +67,11 @@ class Copies:
                     blocks[list(slots)].ravel(),
                     [slot.offset for slot in slots.values()],
                     event,
-                    fields.seconds(request.timeout_ms),
+                    deadline - self._core.clock(),
                 )
+                # This process may have stood still meanwhile, and the worker not.
+                if self._core.clock() >= deadline:
+                    raise TransferFailedError("the copy ended after the deadline")
                 self._core.counters.device_to_host_bytes += len(slots) * layout.chunk_bytes
             for index in list(slots):
                 if self._core.seal(slots.pop(index)):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvdock.v1 import cache_pb2 as pb
 from kvdock_server.errors import invalid
 from kvdock_server.transfer import GroupLayout
 from kvdock_server.transfer.arrays import I64
@@ -23,6 +24,21 @@ def ready_event(ipc_handle: bytes) -> bytes:
 def seconds(timeout_ms: int) -> float:
     """Of a timeout; without end if there is none."""
     return timeout_ms / 1000 if timeout_ms else float("inf")
+
+
+def deadline(request: pb.StoreRequest | pb.RetrieveRequest, now: float) -> float:
+    """When a copy is given up; RequestError if its deadline_ns cannot be of our clock."""
+    timeout = seconds(request.timeout_ms)
+    if not request.deadline_ns:
+        return now + timeout
+    ahead = request.deadline_ns / 1e9 - now
+    if ahead > timeout:
+        raise invalid(
+            f"deadline_ns {request.deadline_ns} is {ahead:.3f} s ahead, and timeout_ms is "
+            f"{request.timeout_ms}: it must be of this host's CLOCK_MONOTONIC (do both processes "
+            "have the same time namespace?)"
+        )
+    return now + ahead
 
 
 def block_ids(named: Sequence[int], layout: GroupLayout, chunks: int, *, skip_blocks: int) -> I64:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 from kvdock.v1 import cache_pb2 as pb
@@ -35,7 +36,7 @@ class Loads:
 
     async def retrieve(self, session: Session, request: pb.RetrieveRequest) -> pb.RetrieveResponse:
         """Copy locked chunks to the reader's device, or tell what another's call did for it."""
-        deadline = self._core.clock() + fields.seconds(request.timeout_ms)
+        deadline = fields.deadline(request, self._core.clock())
         if request.HasField("filled_by"):
             await self._memory.wait_for(session, [request.filled_by])
             return await self._ask(session, request, deadline)
@@ -134,7 +135,7 @@ class Loads:
         """Wait for what another reader's call does for this one."""
         key = _asked_for(session, request)
         seconds = DEFAULT_ASK_SECONDS
-        if request.timeout_ms:
+        if math.isfinite(deadline):
             seconds = deadline - self._core.clock()
         # FOREIGN_LEASE whatever else; a lease that ended is fine if the other call ended it.
         namespace = self._core.lease_namespace(session, key.lease_id)

@@ -92,6 +92,7 @@ class RegisteredMemory:
             raise invalid("only a worker's session has memory to register")
         if request.mode not in (0, *(mode.value for mode in Mode)):
             raise invalid(f"mode {request.mode} is none of the protocol's")
+        await self._release_earlier(session)
         memory = None
         reason = "the client asked for it"
         mode = Mode(request.mode) if request.mode else Mode.SHARED
@@ -124,6 +125,17 @@ class RegisteredMemory:
         memory = self._memory.pop(session, None)
         if memory is not None:
             await memory.registration.close()
+
+    async def _release_earlier(self, session: Session) -> None:
+        """End the copies of sessions that the worker had before, and may have given up."""
+        worker = (session.engine_id, session.worker_id)
+        earlier = [
+            other
+            for other in self._memory
+            if other is not session and (other.engine_id, other.worker_id) == worker
+        ]
+        for other in earlier:
+            await self.release(other)
 
     def of(
         self, session: Session, namespace: str, group_idx: int | None

@@ -4,7 +4,13 @@ In *server* mode the server copies between its pool and the GPU memory that the 
 *shared* mode the worker copies between its memory and the pool that it maps.
 """
 
-from kvdock_vllm.transfers.base import CountWorkers, Mark, Transfers, split_blocks
+from kvdock_vllm.transfers.base import (
+    CountWorkers,
+    Mark,
+    Transfers,
+    UnansweredError,
+    split_blocks,
+)
 from kvdock_vllm.transfers.shared import HostMover, SharedTransfers
 
 __all__ = [
@@ -13,5 +19,6 @@ __all__ = [
     "Mark",
     "SharedTransfers",
     "Transfers",
+    "UnansweredError",
     "split_blocks",
 ]

@@ -1,7 +1,8 @@
 """What every way for a worker's bytes to move has in common.
 
-Used by the worker's background threads. Every call ends: it is bounded by a time, after which
-nothing touches the blocks any more, because the engine gives them to others then.
+Used by the worker's background threads. Every call ends: it is bounded by a time. Nothing touches
+the blocks any more then, because the engine gives them to others; the one exception says so
+(:class:`UnansweredError`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from kvdock import Session
-from kvdock.errors import DeadlineExceeded
+from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.types import ChunkStatus, TransferMode
 
 if TYPE_CHECKING:
@@ -27,6 +28,17 @@ CountWorkers = Callable[[TransferMode, int], None]
 
 def _always() -> bool:
     return True
+
+
+class UnansweredError(KVDockError):
+    """A load failed, and the server may still write to its blocks: it stands still, perhaps.
+
+    They must stay the load's until ``is_over()``, which any thread may ask and never waits.
+    """
+
+    def __init__(self, message: str, is_over: Callable[[], bool]) -> None:
+        super().__init__(message)
+        self.is_over = is_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,7 @@ class Copies(ABC):
     ) -> list[bool]:
         """Fills blocks; for each chunk whether its blocks are filled. Frees the reader's locks.
 
-        Raises KVDockError, or CopyStoppedError when ``stop()`` is true.
+        Raises KVDockError, UnansweredError among them, or CopyStoppedError when ``stop()`` is true.
         """
 
     @abstractmethod

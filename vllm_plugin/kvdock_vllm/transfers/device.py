@@ -33,6 +33,7 @@ from kvdock_vllm.layout import GroupLayout
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers.base import Copies, CountWorkers, Mark, Stop, Transfers
 from kvdock_vllm.transfers.device_mover import DeviceMover
+from kvdock_vllm.transfers.fence import Fence
 from kvdock_vllm.transfers.server import ServerCopies
 from kvdock_vllm.transfers.shared import SharedTransfers
 
@@ -71,7 +72,8 @@ class DeviceTransfers(Transfers):
         self._device = device
         self._wanted = wanted
         self._count_workers = count_workers
-        self._server = ServerCopies(strategy)
+        self._fence = Fence()
+        self._server = ServerCopies(strategy, self._fence)
         self._shared = SharedTransfers(
             DeviceMover(layouts, device), layouts, shapes, strategy, count_workers
         )
@@ -167,6 +169,7 @@ class DeviceTransfers(Transfers):
                 mode=self._wanted,
                 timeout=_REGISTER_SECONDS,
             )
+            self._fence.registered(session)
             if registration.mode is TransferMode.SHARED:
                 self._shared.prepare(session)
         except (DeviceMemory, PoolUnmappable) as error:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from kvdock import Session
-from kvdock.errors import DeviceMemory
+from kvdock.errors import DeviceMemory, SessionLost
 from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.copier import CopyStoppedError
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Copies, Mark, Stop, answer
+from kvdock_vllm.transfers.base import Copies, Mark, Stop, UnansweredError, answer
+from kvdock_vllm.transfers.fence import Fence
 
 if TYPE_CHECKING:
     from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
@@ -22,6 +24,7 @@ _log = logging.getLogger(__name__)
 _LOAD_SECONDS = 10.0
 _STORE_SECONDS = 4.0
 _PIECE_SECONDS = 1.0
+_POLL_SECONDS = 0.02
 
 
 class ServerCopies(Copies):
@@ -31,8 +34,10 @@ class ServerCopies(Copies):
     cross the link to the host once. The others only ask what came of it.
     """
 
-    def __init__(self, strategy: ParallelStrategy) -> None:
+    def __init__(self, strategy: ParallelStrategy, fence: Fence) -> None:
+        """``fence`` has been told of the sessions that registered."""
         self._strategy = strategy
+        self._fence = fence
 
     def load(
         self,
@@ -53,12 +58,13 @@ class ServerCopies(Copies):
             kv_worker_id=self._strategy.kv_worker_id,
             reader=self._strategy.worker_id,
             timeout_ms=round(_LOAD_SECONDS * 1000),
+            deadline_ns=_deadline_ns(_LOAD_SECONDS),
         )
         if self._strategy.filled_by is not None:
             asking = cache_pb2.RetrieveRequest(filled_by=self._strategy.filled_by)
             asking.MergeFrom(request)
             try:
-                return _retrieve(session, asking)
+                return self._retrieve(session, asking)
             except DeviceMemory as refused:
                 # The other worker is in another mode, or its memory is not registered yet.
                 _log.debug("this worker loads by itself: %s", refused.message)
@@ -69,7 +75,7 @@ class ServerCopies(Copies):
         request.block_ids.extend(group.block_ids)
         request.skip_blocks = group.skip_blocks
         request.also_fill.extend(self._strategy.fills)
-        return _retrieve(session, request)
+        return self._retrieve(session, request)
 
     def store(
         self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
@@ -85,12 +91,30 @@ class ServerCopies(Copies):
             ready_event=ready.event,
             event_data=[data.to_proto() for data in group.event_data],
             timeout_ms=round(_STORE_SECONDS * 1000),
+            deadline_ns=_deadline_ns(_STORE_SECONDS),
         )
-        seconds = _STORE_SECONDS + _PIECE_SECONDS
-        response = answer(session.submit(request), "Store", seconds)
+        try:
+            response = answer(session.submit(request), "Store", _STORE_SECONDS + _PIECE_SECONDS)
+        except SessionLost:
+            # The server may not know yet: until the deadline it could store what is there.
+            while time.monotonic_ns() < request.deadline_ns:
+                time.sleep(_POLL_SECONDS)
+            raise
         return [ChunkStatus(status) for status in response.statuses]
 
+    def _retrieve(self, session: Session, request: cache_pb2.RetrieveRequest) -> list[bool]:
+        future = session.submit(request)
+        is_over = self._fence.passed(session, future)
+        seconds = _LOAD_SECONDS + _PIECE_SECONDS
+        try:
+            response = future.result(seconds)
+        except TimeoutError:
+            message = f"the server did not answer Retrieve within {seconds:g} s"
+            raise UnansweredError(message, is_over) from None
+        except SessionLost as lost:
+            raise UnansweredError(lost.message, is_over) from lost
+        return [chunk.status == ChunkStatus.RETRIEVED.value for chunk in response.chunks]
 
-def _retrieve(session: Session, request: cache_pb2.RetrieveRequest) -> list[bool]:
-    response = answer(session.submit(request), "Retrieve", _LOAD_SECONDS + _PIECE_SECONDS)
-    return [chunk.status == ChunkStatus.RETRIEVED.value for chunk in response.chunks]
+
+def _deadline_ns(seconds: float) -> int:
+    return time.monotonic_ns() + round(seconds * 1e9)

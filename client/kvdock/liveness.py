@@ -1,0 +1,56 @@
+"""Whether the process of a server has ended, which the end of a session does not tell.
+
+A session also ends when the server stands still for too long. It may go on later, and with what it
+was asked to do. But a server holds a lock on its pool's file for as long as its process lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvdock.types import Segment
+
+_log = logging.getLogger(__name__)
+
+_SHM_FOLDER = Path("/dev/shm")
+# The kernel lets go of the lock before the GPU's driver has ended what the process had queued,
+# which is some milliseconds of copies.
+_AFTERMATH_SECONDS = 0.2
+
+
+class ServerProcess:
+    """One server's process. Look at it while it lives: its file's name may end with it."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        """``segments`` are those that the session was told of (SessionInfo.segments)."""
+        self._file = None
+        self._gone_since: float | None = None
+        if segments:
+            path = _SHM_FOLDER / segments[0].shm_name.removeprefix("/")
+            try:
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._file = os.fdopen(os.open(path, flags), "rb", buffering=0)
+            except OSError as error:
+                _log.info("%s cannot be opened (%s): a server's end is not seen", path, error)
+
+    def has_ended(self) -> bool | None:
+        """True once it has, and nothing that it did goes on. None if that cannot be known here.
+
+        Never waits; any thread.
+        """
+        if self._gone_since is None:
+            if self._file is None:
+                return None
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            # Others look for locks to tell what a dead server left behind.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._gone_since = time.monotonic()
+        return time.monotonic() - self._gone_since >= _AFTERMATH_SECONDS

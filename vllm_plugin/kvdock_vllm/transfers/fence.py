@@ -1,0 +1,49 @@
+"""Until when a server that did not answer may write to this worker's blocks.
+
+A server may stand still, stopped or starved, and go on later with what it was asked before. Nobody
+can take the worker's memory away from it meanwhile. It writes no more for a request when it has
+answered it; when its process has ended; and when it has answered the registration of the worker's
+next session, for which it lets go of what the one before had registered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from kvdock import Session
+from kvdock.errors import SessionLost
+from kvdock.liveness import ServerProcess
+
+
+class Fence:
+    """For all sessions of one worker. Any thread."""
+
+    def __init__(self) -> None:
+        self._latest: Session | None = None
+        self._servers: weakref.WeakKeyDictionary[Session, ServerProcess] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def registered(self, session: Session) -> None:
+        """The server has answered this session's registration of the worker's memory."""
+        self._servers[session] = ServerProcess(session.info.segments)
+        self._latest = session
+
+    def passed(self, session: Session, request: Future[Any]) -> Callable[[], bool]:
+        """Asked again and again: true once a request of that session writes no more."""
+        server = self._servers[session]
+
+        def is_over() -> bool:
+            if request.done() and not isinstance(request.exception(), SessionLost):
+                return True
+            has_ended = server.has_ended()
+            latest = self._latest
+            if has_ended or latest is None or latest is session:
+                return bool(has_ended)
+            # Of another server's life: then this one gave its address up.
+            return latest.epoch == session.epoch or has_ended is None
+
+        return is_over
