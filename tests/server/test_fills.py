@@ -485,6 +485,34 @@ async def test_other_modes_have_no_followers(engine: Engine) -> None:
     await engine.lead(lease)
 
 
+async def test_two_engines_of_one_name_are_told_the_truth(engine: Engine) -> None:
+    lease = engine.lookup()
+    asking = asyncio.create_task(engine.ask(1, lease))
+    await asyncio.sleep(0.02)
+    other = await engine.worker(1, 1)
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+    assert not engine.is_filled(1)
+    assert await asking == [FAILED] * 4
+    engine.workers.append(other)
+
+
+async def test_a_session_that_ends_while_it_registers_anew_leaves_nothing_mapped(
+    engine: Engine,
+) -> None:
+    session = engine.workers[0].session
+    anew = asyncio.create_task(engine.worker(0, 0, session=session))
+    for _ in range(10_000):  # until it lets go of what was there
+        if session not in engine.copies._memory._memory:
+            break
+        await asyncio.sleep(0)
+    anew.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await anew
+    await engine.leave(0)
+    stats = engine.transfers.stats().devices[0]
+    assert (stats.workers, stats.mapped_bytes) == (0, 0)
+
+
 # What a worker has given up is not done later, when a server that stood still goes on.
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +62,21 @@ def keys(wanted: Request, reader: ScopeReader | None = None) -> list[bytes]:
     return chunk_keys(list(wanted.all_token_ids)[:limit], CHUNK, extras=scope.extras)
 
 
-def lora(name: str, path: str = "/nowhere", number: int = 1, **more: Any) -> LoRARequest:
+def adapter(folder: Path, rank: int, size: int) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    (folder / "adapter_model.safetensors").write_bytes(b"x" * size)
+    os.utime(folder / "adapter_model.safetensors", ns=(0, 0))
+    return str(folder)
+
+
+ADAPTERS = Path(tempfile.mkdtemp(prefix="kvdock-adapters-"))
+atexit.register(shutil.rmtree, ADAPTERS, ignore_errors=True)
+SMALL = adapter(ADAPTERS / "small", rank=8, size=10)
+LARGE = adapter(ADAPTERS / "large", rank=8, size=11)
+
+
+def lora(name: str, path: str = SMALL, number: int = 1, **more: Any) -> LoRARequest:
     return LoRARequest(name, number, path, **more)
 
 
@@ -78,7 +95,7 @@ DIFFERENT: list[Callable[[], Request]] = [
     lambda: request(cache_salt="b"),
     lambda: request(lora_request=lora("a")),
     lambda: request(lora_request=lora("b")),
-    lambda: request(lora_request=lora("a", path="/elsewhere")),
+    lambda: request(lora_request=lora("a", path=LARGE)),
     lambda: request(lora_request=lora("a"), cache_salt="a"),
     lambda: request(mm_features=[image(DIGEST)]),
     lambda: request(mm_features=[image(DIGEST[::-1])]),
@@ -157,14 +174,6 @@ def test_items_are_not_cached_where_vllm_only_counts_them() -> None:
         assert len(keys(request(mm_features=[image(DIGEST)]), ScopeReader(other))) == 5
 
 
-def adapter(folder: Path, rank: int, size: int) -> str:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
-    (folder / "adapter_model.safetensors").write_bytes(b"x" * size)
-    os.utime(folder / "adapter_model.safetensors", ns=(0, 0))
-    return str(folder)
-
-
 def test_an_adapter_is_its_files_and_not_its_place(tmp_path: Path) -> None:
     def of(path: str) -> bytes:
         return keys(request(lora_request=lora("a", path)))[0]
@@ -176,15 +185,51 @@ def test_an_adapter_is_its_files_and_not_its_place(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_what_was_loaded_until_it_is_loaded_anew(tmp_path: Path) -> None:
-    reader = ScopeReader(config())
     path = adapter(tmp_path / "a", rank=8, size=10)
+    reader = ScopeReader(config())
 
-    def of(number: int, **more: Any) -> bytes:
-        return keys(request(lora_request=lora("a", path, number, **more)), reader)[0]
+    def of(number: int, **more: Any) -> list[bytes]:
+        return keys(request(lora_request=lora("a", path, number, **more)), reader)
 
     loaded = of(1)
+    assert loaded
     adapter(tmp_path / "a", rank=8, size=11)
     assert of(1) == loaded, "the engine still runs what it loaded"
-    assert of(2) != loaded
-    assert of(1, load_inplace=True) == of(2)
-    assert of(1) == of(2)
+    assert of(2) == [], "before or after the change?"
+    anew = of(1, load_inplace=True)
+    assert anew not in ([], loaded)
+    assert of(1) == anew
+
+
+def test_an_adapter_whose_files_changed_before_its_first_request_is_not_cached(
+    tmp_path: Path,
+) -> None:
+    """vLLM may have loaded it at the start."""
+    path = adapter(tmp_path / "a", rank=8, size=10)
+    reader = ScopeReader(config())
+    adapter(tmp_path / "a", rank=8, size=11)
+    assert keys(request(lora_request=lora("a", path)), reader) == []
+    assert len(keys(request(lora_request=lora("a", path)), ScopeReader(config()))) == 5
+
+
+@pytest.mark.parametrize("named", ["~/adapters/sql", "user/sql-adapter", "/nowhere"])
+def test_an_adapter_is_its_files_wherever_vllm_finds_them(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    repository = hub / "models--user--sql-adapter"
+    found = []
+    for commit, size in (("1" * 40, 10), ("2" * 40, 11)):
+        adapter(tmp_path / "adapters" / "sql", rank=8, size=size)
+        adapter(repository / "snapshots" / commit, rank=8, size=size)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        found.append(keys(request(lora_request=lora("sql", named))))
+    if named == "/nowhere":
+        assert found == [[], []]
+    else:
+        assert found[0]
+        assert found[1]
+        assert found[0] != found[1]

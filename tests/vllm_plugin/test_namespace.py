@@ -18,7 +18,7 @@ from kvdock.types import GroupKind, Namespace
 from kvdock_vllm.groups import GroupShape
 from kvdock_vllm.layout import UnsupportedLayoutError
 from kvdock_vllm.metadata import GroupPages, WorkerDescription
-from kvdock_vllm.namespace import derive_namespace
+from kvdock_vllm.namespace import derive_namespace, model_facts
 from kvdock_vllm.parallel import ParallelStrategy
 
 SHAPE = GroupShape(None, GroupKind.FULL_ATTENTION, 32, ("layer.0",))
@@ -59,7 +59,7 @@ def derive(
     workers = {
         worker: WorkerDescription(worker, (pages(worker),)) for worker in range(strategy.world_size)
     }
-    return derive_namespace(config, strategy, [shape], workers, chunk_tokens)
+    return derive_namespace(config, model_facts(config), strategy, [shape], workers, chunk_tokens)
 
 
 def test_it_says_what_the_server_has_to_know(model: Path) -> None:

@@ -30,6 +30,7 @@ from simkit import (
 from simulator import BLOCK_TOKENS, SimulatedEngine
 from vllm.lora.request import LoRARequest
 
+from kvdock_vllm import affinity
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.copier import Copier
 from kvdock_vllm.worker import WorkerHalf
@@ -572,14 +573,16 @@ def test_a_reset_reaches_stores_that_are_under_way(
 
 
 def test_a_reset_without_server_says_so_and_is_made_up_for(
-    engine: SimulatedEngine, kvdock: Any
+    engine: SimulatedEngine, kvdock: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """vLLM's sleep and pause raise where a reset answers False."""
     engine.generate(prompt(2 * C))
     os.kill(kvdock.process.pid, signal.SIGSTOP)
     link = engine.connector._of_scheduler._link
     try:
         link._current = None
-        assert engine.connector.reset_cache() is False
+        assert engine.connector.reset_cache() is True
+        assert "could not be reset now" in caplog.text
     finally:
         os.kill(kvdock.process.pid, signal.SIGCONT)
     _wait_connected(engine)
@@ -663,6 +666,35 @@ def test_a_rank_that_cannot_load_makes_all_compute(start_engine: StartEngine, kv
     engine.run()
     assert engine.outcomes["r"].tokens == cold.tokens
     assert extra(engine.outcomes["r"]) == 2 * C
+
+
+@pytest.mark.parametrize(
+    ("refused", "loaded"),
+    [("processors", 2), ("mark", 0), ("load thread", 0), ("store thread", 2)],
+)
+def test_what_cannot_even_begin_ends(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, refused: str, loaded: int
+) -> None:
+    """vLLM waits for the end of each load and store, however it fails."""
+    start_engine().generate(prompt(2 * C))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("not permitted")
+
+    if refused == "processors":
+        monkeypatch.setattr(affinity, "_allowed", {0})
+        monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    engine = start_engine()
+    (rank,) = (rank.connector._of_worker for rank in engine.ranks)
+    if refused == "mark":
+        monkeypatch.setattr(rank._transfers, "mark", refuse)
+    elif refused == "load thread":
+        monkeypatch.setattr(rank._load_threads, "submit", refuse)
+    elif refused == "store thread":
+        monkeypatch.setattr(rank._store_threads, "submit", refuse)
+    answer = engine.generate(prompt(4 * C), max_tokens=2)
+    assert answer.tokens == engine.expected(prompt(4 * C), 2)
+    assert engine.counted.get("loaded_chunks", 0) == loaded
 
 
 # -- answers ----------------------------------------------------------------------------------

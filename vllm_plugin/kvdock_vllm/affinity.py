@@ -8,7 +8,10 @@ before vLLM pins anything, and background threads go back to them.
 
 from __future__ import annotations
 
+import logging
 import os
+
+_log = logging.getLogger(__name__)
 
 _allowed: set[int] | None = None
 
@@ -21,6 +24,11 @@ def remember() -> None:
 
 
 def restore() -> None:
-    """Gives the calling thread the processors noted, if any were."""
-    if _allowed is not None:
+    """Gives the calling thread the processors noted, if any were and the system allows it."""
+    if _allowed is None:
+        return
+    try:
         os.sched_setaffinity(0, _allowed)
+    except OSError as error:
+        # A cpuset that changed meanwhile, a strict seccomp profile: copies may be slower.
+        _log.info("thread stays on the processors it has: %s", error)

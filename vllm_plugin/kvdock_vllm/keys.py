@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdock.keys import CacheSalt, Extra, LoRA, MultiModalItem, PromptEmbeds
-from kvdock_vllm.namespace import files_digest
+from kvdock_vllm.namespace import files_digest, last_change
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,8 @@ class ScopeReader:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._model_dtype: Any = vllm_config.model_config.dtype
         self._items_are_named_by_content = _items_are_named_by_content(vllm_config)
-        self._adapters: dict[tuple[str, int, str], LoRA] = {}
+        self._adapters: dict[tuple[str, int, str], LoRA | None] = {}
+        self._began = time.time()
 
     def scope(self, request: Request, chunk_tokens: int) -> CacheScope:
         """The scope of ``request`` for chunks of ``chunk_tokens`` tokens."""
@@ -61,7 +63,10 @@ class ScopeReader:
         extras: list[Extra] = []
         limit: int | None = None
         if request.lora_request is not None:
-            extras.append(self._adapter(request.lora_request))
+            adapter = self._adapter(request.lora_request)
+            if adapter is None:
+                return NOT_CACHED
+            extras.append(adapter)
         if request.cache_salt:
             extras.append(CacheSalt(request.cache_salt))
         for feature in request.mm_features:
@@ -77,15 +82,48 @@ class ScopeReader:
             extras.extend(_embeds(request, chunk_tokens, self._model_dtype))
         return CacheScope(tuple(extras), limit)
 
-    def _adapter(self, lora: LoRARequest) -> LoRA:
-        # The files are read when the engine loads the adapter, about when its first request comes.
-        # What is written there later is not what runs.
+    def _adapter(self, lora: LoRARequest) -> LoRA | None:
+        """None if it is not certain which weights run.
+
+        Nobody tells when the engine loads an adapter: at its start, by a call, or with a request.
+        Files that have not changed since the start are what it loaded, and those of a request that
+        has it load them anew. What is written there later is not what runs.
+        """
         name = (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        if name not in self._adapters or getattr(lora, "load_inplace", False):
-            folder = Path(lora.lora_path)
-            source = files_digest(folder) if folder.is_dir() else lora.lora_path
-            self._adapters[name] = LoRA(lora.lora_name, source)
+        loads_now = bool(getattr(lora, "load_inplace", False))
+        if name not in self._adapters or loads_now:
+            folder = _adapter_folder(lora.lora_path)
+            if folder is None or (not loads_now and last_change(folder) >= self._began):
+                _log.warning(
+                    "requests with adapter %s are not cached: %s",
+                    lora.lora_name,
+                    f"{lora.lora_path} is no folder of this host"
+                    if folder is None
+                    else f"{folder} was changed after the engine's start, so that it is not "
+                    "certain which weights it has loaded; restart it, or load with load_inplace",
+                )
+                self._adapters[name] = None
+            else:
+                self._adapters[name] = LoRA(lora.lora_name, files_digest(folder))
         return self._adapters[name]
+
+
+def _adapter_folder(path: str) -> Path | None:
+    """Where vLLM finds an adapter (vllm/lora/utils.py): a folder, perhaps under ~, or a repository
+    of Hugging Face's hub in its local copy. None if neither is there.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute():
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id=path, local_files_only=True))
+    except Exception as error:  # of the hub's many kinds: a bad name, nothing there
+        _log.info("adapter %s is not in the hub's local copies: %s", path, error)
+        return None
 
 
 def _items_are_named_by_content(vllm_config: VllmConfig) -> bool:

@@ -94,14 +94,15 @@ class Link(Generic[Prepared]):
         For background threads that know from somebody else that the server is there.
         """
         deadline = time.monotonic() + seconds
-        while True:
-            live = self.current
-            if live is not None and live.session.epoch == epoch:
-                return live
-            self._attempt_now.set()
-            with self._changed:
-                if self._closing or not self._changed.wait(max(0.0, deadline - time.monotonic())):
+        with self._changed:
+            while not self._closing:
+                live = self.current
+                if live is not None and live.session.epoch == epoch:
+                    return live
+                self._attempt_now.set()
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
+        return None
 
     def renew(self, seconds: float) -> bool:
         """Ends the session, so that another is opened and prepared; true if it is there in time.

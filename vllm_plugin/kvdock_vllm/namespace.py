@@ -28,6 +28,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 def derive_namespace(
     vllm_config: VllmConfig,
+    model: Mapping[str, Any],
     strategy: ParallelStrategy,
     shapes: Sequence[GroupShape],
     workers: Mapping[int, WorkerDescription],
@@ -35,13 +36,14 @@ def derive_namespace(
 ) -> Namespace:
     """The namespace of this engine's KV for chunks of ``chunk_tokens`` tokens.
 
-    ``workers`` has one description for each worker of the engine. Raises UnsupportedLayoutError if
-    workers that should hold the same shard describe it differently.
+    ``model`` are its facts (:func:`model_facts`) from when it was loaded: files may be replaced
+    while it runs. ``workers`` has one description for each worker of the engine. Raises
+    UnsupportedLayoutError if workers that should hold the same shard describe it differently.
     """
     shards = _shards(strategy, workers)
     cache: Any = vllm_config.cache_config
     facts = {
-        "model": model_facts(vllm_config),
+        "model": model,
         "kv_dtype": kv_dtype(vllm_config),
         "scales": _scales(vllm_config),
         "pages": [[group.pages for group in shard] for shard in shards],
@@ -51,8 +53,8 @@ def derive_namespace(
         "packing": _packing(vllm_config),
     }
     digest = hashlib.sha256(_canonical(facts)).hexdigest()
-    model: Any = vllm_config.model_config
-    short_name = re.sub(r"[^!-~]", "_", Path(model.model).name)[-64:] or "model"
+    config: Any = vllm_config.model_config
+    short_name = re.sub(r"[^!-~]", "_", Path(config.model).name)[-64:] or "model"
     return Namespace(
         name=f"{short_name}@{digest[:32]}",
         chunk_tokens=chunk_tokens,
@@ -67,8 +69,8 @@ def derive_namespace(
             for index, shape in enumerate(shapes)
         ),
         labels={
-            "model": str(model.model)[-256:],
-            "revision": str(_revision(model) or "")[:256],
+            "model": str(config.model)[-256:],
+            "revision": str(_revision(config) or "")[:256],
             "kv_dtype": kv_dtype(vllm_config),
             "block_tokens": str(cache.block_size),
             "tensor_parallel": str(strategy.tensor_size),
@@ -182,6 +184,13 @@ def files_digest(path: Path) -> str:
             status = file.stat()
             digest.update(_canonical([file.name, status.st_size, status.st_mtime_ns]))
     return digest.hexdigest()
+
+
+def last_change(path: Path) -> float:
+    """When the latest of those files was written or put there, in seconds since 1970."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    found = [file.stat() for file in files]
+    return max((max(status.st_mtime, status.st_ctime) for status in found), default=0.0)
 
 
 def _rope_depends_on_length(hf_config: Any) -> bool:

@@ -46,7 +46,7 @@ from kvdock_vllm.metadata import (
     WorkerReport,
 )
 from kvdock_vllm.metrics import Stats
-from kvdock_vllm.namespace import derive_namespace
+from kvdock_vllm.namespace import derive_namespace, model_facts
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.records import Record
 from kvdock_vllm.stores import Stores
@@ -112,6 +112,8 @@ class SchedulerHalf:
         )
         self._workers: dict[int, WorkerDescription] = {}
         self._is_connecting = False
+        # The model's files as they are now, which is soon after they were loaded.
+        self._model_facts = model_facts(vllm_config)
         self._namespaces: dict[int, Namespace] = {}
         self._engine_id = str(transfer.engine_id)
         self._link: Link[Target] = Link(
@@ -182,7 +184,12 @@ class SchedulerHalf:
         chunk_tokens = fitting_chunk_tokens(announced, self._shapes)
         if chunk_tokens not in self._namespaces:
             self._namespaces[chunk_tokens] = derive_namespace(
-                self._vllm_config, self._strategy, self._shapes, self._workers, chunk_tokens
+                self._vllm_config,
+                self._model_facts,
+                self._strategy,
+                self._shapes,
+                self._workers,
+                chunk_tokens,
             )
         namespace = self._namespaces[chunk_tokens]
         session.register_namespace(namespace)
@@ -497,7 +504,9 @@ class SchedulerHalf:
         """Drops everything that is stored for this model, on the server as well.
 
         What was promised before is void. While stores of before are under way nothing is looked up,
-        and the namespace is cleared once more when they are done.
+        and the namespace is cleared once more when they are done. Where no server answers this
+        succeeds as well, since the next one is asked for nothing before it is cleared: vLLM, which
+        sleeps and pauses with a reset, must not fail for a cache that is away.
         """
         for record in self._records.values():
             record.forget_lookup()
@@ -510,7 +519,7 @@ class SchedulerHalf:
                 "KVDock's cache could not be reset now, since no server answers; it will be as "
                 "soon as one does"
             )
-        return done
+        return True
 
     def _note_stale(self, job_id: int) -> None:
         """A store ended. If it was the last from before a reset, what it stored is cleared too."""

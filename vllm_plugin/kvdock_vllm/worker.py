@@ -256,15 +256,15 @@ class WorkerHalf:
     def start_loads(self, metadata: StepMetadata) -> None:
         """Hands the step's loads to the background."""
         for spec in metadata.loads:
-            ended = _Ended(Stats(), load=spec, ready=self._transfers.mark())
-            self._load_threads.submit(self._guarded, ended, self._load)
+            ended = _Ended(Stats(), load=spec, failed_blocks=spec.block_ids)
             self._num_loads += 1
+            self._begin(ended, self._load_threads, self._load)
 
     def start_stores(self) -> None:
         """Hands the stores noted so far to the background. Their blocks must have been computed."""
         for job in self._unsubmitted:
-            ended = _Ended(Stats(), store=job, ready=self._transfers.mark())
-            job.future = self._store_threads.submit(self._guarded, ended, self._store)
+            ended = _Ended(Stats(), store=job, refused_from=job.spec.first_chunk)
+            job.future = self._begin(ended, self._store_threads, self._store)
         self._unsubmitted.clear()
 
     def get_finished(self, metadata: StepMetadata | None) -> tuple[set[str], set[str]]:
@@ -372,6 +372,18 @@ class WorkerHalf:
             if not open_jobs:
                 del self._open_stores[spec.request_id]
 
+    def _begin(
+        self, ended: _Ended, threads: ThreadPoolExecutor, work: Callable[[_Ended], None]
+    ) -> Future[None] | None:
+        """Hands ``work`` over. Where that fails it has ended: the engine waits for its end."""
+        try:
+            ended.ready = self._transfers.mark()
+            return threads.submit(self._guarded, ended, work)
+        except Exception:
+            _log.exception("a load or store could not be begun")
+            self._end(ended)
+            return None
+
     def _give_up(self, job: _StoreJob) -> None:
         job.given_up.set()
         if job.future is not None and job.future.cancel():
@@ -388,11 +400,9 @@ class WorkerHalf:
     def _guarded(self, ended: _Ended, work: Callable[[_Ended], None]) -> None:
         """Runs ``work``, which fills in ``ended``, and reports it whatever happens."""
         if ended.load is not None:
-            ended.failed_blocks = ended.load.block_ids
             verb, name = "load", ended.load.request_id
         else:
             assert ended.store is not None
-            ended.refused_from = ended.store.spec.first_chunk
             verb, name = "store", ended.store.spec.request_id
         try:
             work(ended)

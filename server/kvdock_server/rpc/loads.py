@@ -159,6 +159,13 @@ class Loads:
         finally:
             self._fills.forget(session.engine_id, session.worker_id, key, fill)
             self._core.end_retrieve(session, *key, [request.reader])
+        if statuses is not None and fill.reader is not session:
+            logger.warning(
+                "reader %d of %s was not filled, another session of that name was: is engine_id "
+                "%s that of two engines?",
+                request.reader, session.engine_id, session.engine_id,
+            )  # fmt: skip
+            statuses = [types.CHUNK_STATUS_FAILED] * len(statuses)
         if statuses is None:
             logger.warning(
                 "reader %d of %s gave up: it was not filled within %.1f s",

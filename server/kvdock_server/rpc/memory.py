@@ -108,7 +108,12 @@ class RegisteredMemory:
                 raise invalid(str(error)) from error
         elif not request.mode:
             reason = "the client has no device memory to export"
-        await self.release(session)
+        try:
+            await self.release(session)
+        except BaseException:  # the session's end, mostly
+            if memory is not None:
+                await memory.registration.close()
+            raise
         if memory is not None:
             self._memory[session] = memory
             loop = asyncio.get_running_loop()
