@@ -3,11 +3,13 @@
 A server may stand still, stopped or starved, and go on later with what it was asked before. Nobody
 can take the worker's memory away from it meanwhile. It writes no more for a request when it has
 answered it; when its process has ended; and when it has answered the registration of the worker's
-next session, for which it lets go of what the one before had registered.
+next session, for which it lets go of what the one before had registered. Where the server's end
+cannot be seen, because its pool's file is in another /dev/shm, a time has to do.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,6 +18,9 @@ from typing import Any
 from kvdock import Session
 from kvdock.errors import SessionLost
 from kvdock.liveness import ServerProcess
+
+_UNSEEN_SECONDS = 30.0
+"""Three times what a load may take; the server gives it up by itself unless it stands still."""
 
 
 class Fence:
@@ -35,11 +40,14 @@ class Fence:
     def passed(self, session: Session, request: Future[Any]) -> Callable[[], bool]:
         """Asked again and again: true once a request of that session writes no more."""
         server = self._servers[session]
+        began = time.monotonic()
 
         def is_over() -> bool:
             if request.done() and not isinstance(request.exception(), SessionLost):
                 return True
             has_ended = server.has_ended()
+            if has_ended is None and time.monotonic() - began >= _UNSEEN_SECONDS:
+                return True
             latest = self._latest
             if has_ended or latest is None or latest is session:
                 return bool(has_ended)

@@ -1,0 +1,115 @@
+"""When a server that did not answer may write to the worker's blocks no more."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvdock import liveness
+from kvdock.errors import DeviceMemory, SessionLost
+from kvdock_vllm.transfers import fence as fence_module
+from kvdock_vllm.transfers.fence import Fence
+
+
+class Server:
+    """A process, as far as its pool's file tells of it."""
+
+    def __init__(self, folder: Path, epoch: int) -> None:
+        self.epoch = epoch
+        self._path = folder / f"pool-{epoch}"
+        self._lock = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def session(self) -> Any:
+        segments = (SimpleNamespace(shm_name=f"/{self._path.name}"),)
+        return _Session(self.epoch, SimpleNamespace(segments=segments))
+
+    def end(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+class _Session:
+    def __init__(self, epoch: int, info: Any) -> None:
+        self.epoch = epoch
+        self.info = info
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(liveness, "_SHM_FOLDER", tmp_path)
+    monkeypatch.setattr(liveness, "_AFTERMATH_SECONDS", 0.0)
+    return Server(tmp_path, 1)
+
+
+def lost() -> Future[Any]:
+    """A request whose session was lost."""
+    future: Future[Any] = Future()
+    future.set_exception(SessionLost("silent for 20 s"))
+    return future
+
+
+def test_an_answer_ends_it_whatever_it_says(server: Server) -> None:
+    fence, session = Fence(), server.session()
+    fence.registered(session)
+    answered: Future[Any] = Future()
+    refused: Future[Any] = Future()
+    over = [fence.passed(session, request) for request in (answered, refused, lost())]
+    assert [is_over() for is_over in over] == [False] * 3
+    answered.set_result("late")
+    refused.set_exception(DeviceMemory("no such memory"))
+    assert [is_over() for is_over in over] == [True, True, False]
+
+
+def test_the_end_of_the_process_ends_it_and_that_of_the_session_does_not(server: Server) -> None:
+    fence, session = Fence(), server.session()
+    fence.registered(session)
+    is_over = fence.passed(session, lost())
+    assert not is_over()
+    server.end()
+    assert is_over()
+
+
+def test_the_next_session_at_the_same_server_ends_it(server: Server) -> None:
+    fence, session = Fence(), server.session()
+    fence.registered(session)
+    is_over = fence.passed(session, lost())
+    fence.registered(session)
+    assert not is_over(), "the same session says nothing"
+    fence.registered(server.session())
+    assert is_over()
+
+
+def test_another_server_says_nothing_as_long_as_the_first_one_lives(
+    server: Server, tmp_path: Path
+) -> None:
+    fence, session = Fence(), server.session()
+    fence.registered(session)
+    is_over = fence.passed(session, lost())
+    fence.registered(Server(tmp_path, 2).session())
+    assert not is_over()
+    server.end()
+    assert is_over()
+
+
+def test_where_the_end_of_a_server_cannot_be_seen(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.end()  # no file, as in another container's /dev/shm
+    fence, session = Fence(), server.session()
+    fence.registered(session)
+    is_over = fence.passed(session, lost())
+    assert not is_over()
+    fence.registered(Server(tmp_path, 2).session())
+    assert is_over()
+    fence.registered(session)
+    is_over = fence.passed(session, lost())
+    assert not is_over()
+    monkeypatch.setattr(fence_module, "_UNSEEN_SECONDS", 0.0)
+    assert is_over()
