@@ -169,10 +169,14 @@ def test_what_is_stored_is_not_copied_again(engine: SimulatedEngine, kvdock: Any
     assert status(kvdock).counters.stored_shards == 4
 
 
-def test_tenants_and_adapters_keep_apart(engine: SimulatedEngine) -> None:
-    adapters = [
-        LoRARequest(name, number, f"/adapters/{name}") for number, name in ((1, "a"), (2, "b"))
-    ]
+def test_tenants_and_adapters_keep_apart(start_engine: StartEngine, tmp_path: Path) -> None:
+    adapters = []
+    for number, name in ((1, "a"), (2, "b")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_text(name)
+        adapters.append(LoRARequest(name, number, str(folder)))
+    engine = start_engine()
     kinds: list[dict[str, Any]] = [
         {},
         {"cache_salt": "a"},
