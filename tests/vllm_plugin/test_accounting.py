@@ -46,8 +46,10 @@ class Case:
     def when_it_loads(self, act: Callable[[], None]) -> None:
         """Acts when a load has been decided on, and before the workers begin it."""
 
+        before = len(self.leases)
+
         def look() -> None:
-            if self.leases:
+            if len(self.leases) > before:
                 self.engine.between_schedule_and_forward = lambda: None
                 act()
 
