@@ -261,7 +261,7 @@ class Session:
             group_idx,
             ready_event,
             event_data,
-            self._timeout if timeout is None else _verbs.limited(timeout),
+            self._seconds(timeout),
         )
         return self._call(call, timeout)
 
@@ -328,8 +328,11 @@ class Session:
     ) -> None:
         self.close()
 
+    def _seconds(self, timeout: float | None) -> float:
+        return self._timeout if timeout is None else _verbs.limited(timeout)
+
     def _call(self, call: Call[Request, Response, Result], timeout: float | None) -> Result:
-        seconds = self._timeout if timeout is None else _verbs.limited(timeout)
+        seconds = self._seconds(timeout)
         return call.read(self._result(call.request, seconds))
 
     def _result(self, request: Message, timeout: float) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,13 @@ import pytest
 
 from kvdock import liveness
 from kvdock.errors import DeviceMemory, SessionLost
+from kvdock_vllm.metadata import Target
+from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers import fence as fence_module
+from kvdock_vllm.transfers import server as server_module
+from kvdock_vllm.transfers.base import Mark
 from kvdock_vllm.transfers.fence import Fence
+from kvdock_vllm.transfers.server import ServerCopies
 
 
 class Server:
@@ -53,6 +59,22 @@ def lost() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(SessionLost("silent for 20 s"))
     return future
+
+
+def test_a_store_whose_session_is_lost_ends_with_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server may not know of the loss, and until then seals what it copies."""
+    monkeypatch.setattr(server_module, "_STORE_SECONDS", 0.2)
+    sent: list[Any] = []
+    session: Any = SimpleNamespace(submit=lambda request: sent.append(request) or lost())
+    group: Any = SimpleNamespace(
+        group_idx=None, parent=b"", keys=[bytes(32)], block_ids=[0], event_data=[]
+    )
+    copies = ServerCopies(ParallelStrategy(False, 1, 1, 0), Fence())
+    with pytest.raises(SessionLost):
+        copies.store(session, Target(1, "model", 16), group, Mark(), lambda: False)
+    assert time.monotonic_ns() >= sent[0].deadline_ns > 0
 
 
 def test_an_answer_ends_it_whatever_it_says(server: Server) -> None:

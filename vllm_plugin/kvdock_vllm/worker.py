@@ -91,10 +91,6 @@ class _StoreJob:
     future: Future[None] | None = None
 
 
-def _always() -> bool:
-    return True
-
-
 @dataclass(slots=True)
 class _Ended:
     """What a background thread reports of one load or store."""
@@ -106,8 +102,8 @@ class _Ended:
     failed_blocks: frozenset[int] = frozenset()
     store: _StoreJob | None = None
     refused_from: int | None = None
-    is_over: Callable[[], bool] = _always
-    """False as long as something may still write to the blocks of a load that failed."""
+    is_over: Callable[[], bool] | None = None
+    """Of a load that failed, if the server may still write to its blocks: false that long."""
 
 
 class WorkerHalf:
@@ -343,17 +339,16 @@ class WorkerHalf:
     def _register_next_session(self) -> None:
         """The server lets go of what a lost session had asked for when the next one registers."""
         live = self._link.current
-        targets = [ended.load.target for ended in self._unanswered if ended.load is not None]
         if live is None or time.monotonic() < self._next_registration:
             return
-        for target in targets:
+        for target in [ended.load.target for ended in self._unanswered if ended.load is not None]:
             if target is not None and target.epoch == live.session.epoch:
                 self._next_registration = time.monotonic() + _REGISTRATION_SECONDS
                 self._load_threads.submit(self._expect, target)
                 return
 
     def _take_over(self, ended: _Ended) -> None:
-        if not ended.is_over():
+        if ended.is_over is not None and not ended.is_over():
             self._unanswered.append(ended)
             return
         self._stats.aggregate(ended.stats)

@@ -232,7 +232,7 @@ class Session:
             group_idx,
             ready_event,
             event_data,
-            self._timeout if timeout is None else _verbs.limited(timeout),
+            self._seconds(timeout),
         )
         return await self._call(call, timeout)
 
@@ -285,8 +285,11 @@ class Session:
     ) -> None:
         await self.close()
 
+    def _seconds(self, timeout: float | None) -> float:
+        return self._timeout if timeout is None else _verbs.limited(timeout)
+
     async def _call(self, call: Call[Request, Response, Result], timeout: float | None) -> Result:
-        seconds = self._timeout if timeout is None else _verbs.limited(timeout)
+        seconds = self._seconds(timeout)
         return call.read(await self._stream.result(call.request, seconds))
 
 

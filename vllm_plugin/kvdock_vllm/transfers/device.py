@@ -173,6 +173,7 @@ class DeviceTransfers(Transfers):
             if registration.mode is TransferMode.SHARED:
                 self._shared.prepare(session)
         except (DeviceMemory, PoolUnmappable) as error:
+            self._fence.registered(session)  # a refusal is an answer, too
             return self._no_way(error.message)
         except torch.OutOfMemoryError as error:
             return self._no_way(f"no device memory for staging buffers in shared mode: {error}")
