@@ -10,11 +10,15 @@ What is queued on a stream happens when somebody waits for something or asks whe
 With ``others_first`` all other streams' work happens before it: what does not wait for what it
 needs on another stream comes too early then, and brings the wrong bytes. Without, all happens as
 late as can be: what is taken away before it happened is missed.
+
+Threads of several devices use it at once, so its tables are gone through as copies: others open,
+allocate, register and make streams meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import threading
@@ -100,7 +104,7 @@ class HostDriver:
         self._lock = threading.RLock()
         self._streams: dict[int, Stream] = {}
         self._recorded: dict[int, tuple[Stream, int]] = {}
-        self._next = 1000
+        self._names = itertools.count(1000)
 
     def export(self, nbytes: int, ordinal: int = 0) -> tuple[bytes, Bytes]:
         """Memory of another process on a device: its handle, and its bytes."""
@@ -152,7 +156,7 @@ class HostDriver:
         with self._lock:
             opened = self.opened.pop(address)
             assert opened.context == self.current, "closed in another context"
-            for stream in self._streams.values():
+            for stream in list(self._streams.values()):
                 for touched, _ in stream.queued[stream.done :]:
                     for each in touched:
                         assert not address <= each < address + len(opened.bytes), "closed in use"
@@ -189,9 +193,9 @@ class HostDriver:
         return event
 
     def create_stream(self) -> int:
-        self._next += 1
-        self._streams[self._next] = Stream(self.current)
-        return self._next
+        stream = next(self._names)
+        self._streams[stream] = Stream(self.current)
+        return stream
 
     def destroy_stream(self, stream: int) -> None:
         self.synchronize_stream(stream)
@@ -202,8 +206,7 @@ class HostDriver:
             self._run_last(self._streams[stream], len(self._streams[stream].queued))
 
     def create_event(self) -> int:
-        self._next += 1
-        return self._next
+        return next(self._names)
 
     def destroy_event(self, event: int) -> None:
         self.events.pop(event, None)
@@ -341,7 +344,7 @@ class HostDriver:
 
     def _run_last(self, stream: Stream, until: int) -> None:
         if self.others_first:
-            for other in self._streams.values():
+            for other in list(self._streams.values()):
                 if other is not stream:
                     self._run(other, len(other.queued))
         self._run(stream, until)
@@ -354,7 +357,6 @@ class HostDriver:
 
     def _mapping(self, address: int) -> int | None:
         """Where the device memory begins in which the address lies."""
-        # Copies of the dictionaries: other threads open and allocate.
         for base, opened in list(self.opened.items()):
             if base <= address < base + len(opened.bytes):
                 return base
@@ -373,7 +375,7 @@ class HostDriver:
         return self.current - 1
 
     def _registration(self, address: int) -> int | None:
-        for base, nbytes in self.registered.items():
+        for base, nbytes in list(self.registered.items()):
             if base <= address < base + nbytes:
                 return base
         return None
