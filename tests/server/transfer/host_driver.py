@@ -12,7 +12,8 @@ needs on another stream comes too early then, and brings the wrong bytes. Withou
 late as can be: what is taken away before it happened is missed.
 
 Threads of several devices use it at once, so its tables are gone through as copies: others open,
-allocate, register and make streams meanwhile.
+allocate, register and make streams meanwhile. A dict's ``copy`` lets no thread in between; a list
+of its items may, when tuples are collected as garbage.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class HostDriver:
         context = self.current
         if handle not in self.exported or (context, handle) in self.refused:
             raise _error("cuIpcOpenMemHandle_v2")
-        opened_before = [(opened.context, opened.handle) for opened in list(self.opened.values())]
+        opened_before = [(opened.context, opened.handle) for opened in self.opened.copy().values()]
         assert (context, handle) not in opened_before, "opened twice"
         self.log.append("open")
         memory = self.exported[handle]
@@ -156,7 +157,7 @@ class HostDriver:
         with self._lock:
             opened = self.opened.pop(address)
             assert opened.context == self.current, "closed in another context"
-            for stream in list(self._streams.values()):
+            for stream in self._streams.copy().values():
                 for touched, _ in stream.queued[stream.done :]:
                     for each in touched:
                         assert not address <= each < address + len(opened.bytes), "closed in use"
@@ -344,7 +345,7 @@ class HostDriver:
 
     def _run_last(self, stream: Stream, until: int) -> None:
         if self.others_first:
-            for other in list(self._streams.values()):
+            for other in self._streams.copy().values():
                 if other is not stream:
                     self._run(other, len(other.queued))
         self._run(stream, until)
@@ -357,10 +358,10 @@ class HostDriver:
 
     def _mapping(self, address: int) -> int | None:
         """Where the device memory begins in which the address lies."""
-        for base, opened in list(self.opened.items()):
+        for base, opened in self.opened.copy().items():
             if base <= address < base + len(opened.bytes):
                 return base
-        for base, memory in list(self.allocated.items()):
+        for base, memory in self.allocated.copy().items():
             if base <= address < base + len(memory):
                 return base
         return None
@@ -375,7 +376,7 @@ class HostDriver:
         return self.current - 1
 
     def _registration(self, address: int) -> int | None:
-        for base, nbytes in list(self.registered.items()):
+        for base, nbytes in self.registered.copy().items():
             if base <= address < base + nbytes:
                 return base
         return None
