@@ -1,4 +1,5 @@
 """Server mode and a server that stands still: what it was asked before, it may do when it goes on.
+And one whose device fails.
 
 The engine's memory is a file that the real server copies from and to by itself.
 """
@@ -25,6 +26,7 @@ from simulator import CHUNK_TOKENS, SimulatedEngine
 from kvdock.types import BlockRegion, DeviceAllocation, GroupMemory
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.device_memory import ExportedMemory
+from kvdock_vllm.scheduler import EXTRA_TOKENS_KEYS
 from kvdock_vllm.transfers import server as server_transfers
 from kvdock_vllm.transfers.device import DeviceTransfers
 
@@ -198,3 +200,21 @@ def test_a_load_ends_with_the_next_session_of_its_worker(host: Host) -> None:
     engine.run(20)
     assert engine.outcomes["loading"].tokens == engine.expected(prompt, 3)
     host.ask(random_prompt(3 * C, seed=3), 20)
+
+
+def test_when_the_servers_device_fails_the_engine_copies_by_itself(host: Host) -> None:
+    first, second = random_prompt(3 * C, seed=1), random_prompt(3 * C, seed=2)
+    engine = host.engine
+    host.ask(first)
+    engine.forget()
+    host.server.process.send_signal(signal.SIGUSR1)
+    host.ask(first)  # the load fails
+    engine.forget()
+    host.ask(second)
+    engine.forget()
+    assert (engine.counted["server_mode_workers"], engine.counted["shared_mode_workers"]) == (0, 1)
+    for prompt in (first, second):
+        outcome = engine.generate(prompt, kv_transfer_params={EXTRA_TOKENS_KEYS[0]: None})
+        assert outcome.tokens == engine.expected(prompt, 1)
+        assert outcome.kv_transfer_params == {EXTRA_TOKENS_KEYS[0]: 3 * C}
+        engine.forget()

@@ -167,7 +167,8 @@ class CacheServiceServicer(object):
         """Store copies chunks from the worker's registered device memory into the pool and answers when
         the copies ended. For server mode.
 
-        FAILED_PRECONDITION (WRONG_MODE) in another mode, (DEVICE_MEMORY) if none is registered.
+        FAILED_PRECONDITION (WRONG_MODE) in another mode, (DEVICE_MEMORY) if none is registered
+        or its device failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -331,7 +331,8 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
     """Store copies chunks from the worker's registered device memory into the pool and answers when
     the copies ended. For server mode.
 
-    FAILED_PRECONDITION (WRONG_MODE) in another mode, (DEVICE_MEMORY) if none is registered.
+    FAILED_PRECONDITION (WRONG_MODE) in another mode, (DEVICE_MEMORY) if none is registered
+    or its device failed.
     """
 
     Retrieve: _CacheServiceRetrieveType
@@ -506,7 +507,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         """Store copies chunks from the worker's registered device memory into the pool and answers when
         the copies ended. For server mode.
 
-        FAILED_PRECONDITION (WRONG_MODE) in another mode, (DEVICE_MEMORY) if none is registered.
+        FAILED_PRECONDITION (WRONG_MODE) in another mode, (DEVICE_MEMORY) if none is registered
+        or its device failed.
         """
 
     @abc.abstractmethod

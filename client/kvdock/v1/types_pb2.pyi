@@ -379,7 +379,8 @@ class Error(google.protobuf.message.Message):
       CHUNK_TOO_LARGE         no memory of this server could ever hold it
       WRONG_LENGTH            bytes sent differ from the shard's size
       WRONG_MODE              the session's transfer mode has no such call
-      DEVICE_MEMORY           device memory could not be opened or is not registered
+      DEVICE_MEMORY           device memory could not be opened, is not registered, or failed:
+                              register it again, which says what is left to do
       TOO_MANY_NAMESPACES     clear one of those that hold something
       STALLED                 the other side of a stream did nothing for too long
       DRAINING                the server is stopping and takes nothing new

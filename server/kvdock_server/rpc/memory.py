@@ -148,10 +148,15 @@ class RegisteredMemory:
         """A session's memory and how a group lies in it; RequestError if it registered none."""
         layout = self._group(session, namespace, group_idx)
         if layout is None:
+            memory = self._memory.get(session)
+            failure = memory.registration.failure if memory is not None else None
             raise RequestError(
                 Reason.DEVICE_MEMORY,
                 f"this session registered no memory for group {group_idx} of namespace "
-                f"{namespace!r}: send register_memory first",
+                f"{namespace!r}: send register_memory first"
+                if failure is None
+                else f"the device of this session's memory failed ({failure}): send "
+                "register_memory again, which says what is left to do",
             )
         return self._memory[session].registration, layout
 
@@ -212,8 +217,10 @@ class RegisteredMemory:
         return WorkerMemory(request.namespace, groups, registration)
 
     def _group(self, session: Session, namespace: str, group_idx: int | None) -> GroupLayout | None:
-        """How a session's memory for a group lies, None if it registered none."""
+        """How a session's memory for a group lies, None if none is registered and usable."""
         memory = self._memory.get(session)
         if memory is None or memory.namespace != namespace:
+            return None
+        if memory.registration.failure is not None:
             return None
         return memory.groups.get(group_idx)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import time
@@ -59,6 +58,8 @@ class DeviceMover:
         self._events: list[int] = []
         self._staging: StagingBuffers | None = None
         self._under_way = 0
+        self.failure: str | None = None
+        """Why nothing can be copied any more, in this process's life. Any thread."""
 
     @property
     def staging_bytes(self) -> int:
@@ -67,9 +68,15 @@ class DeviceMover:
         return staging.nbytes if staging is not None else 0
 
     def open(self) -> None:
-        self._driver.set_current(self._context)
-        self._streams = [self._driver.create_stream() for _ in range(3)]
-        self._events = [self._driver.create_event() for _ in range(_EVENTS)]
+        try:
+            self._driver.set_current(self._context)
+            for _ in range(3):
+                self._streams.append(self._driver.create_stream())
+            for _ in range(_EVENTS):
+                self._events.append(self._driver.create_event())
+        except CudaError as error:
+            self.failure = str(error)
+            raise
         self._next_event = cycle(self._events)
 
     def start(self, piece: CopyPiece, table: RegionTable | None) -> int:
@@ -80,9 +87,7 @@ class DeviceMover:
         try:
             ticket = self._start(piece, table)
         except CudaError:
-            for stream in self._streams:
-                with contextlib.suppress(CudaError):  # the first one is raised
-                    self._driver.synchronize_stream(stream)
+            self._await_all()
             raise
         self._under_way += 1
         return ticket
@@ -119,12 +124,16 @@ class DeviceMover:
 
     def wait(self, ticket: int, *, more_under_way: bool) -> None:
         self._under_way -= 1
-        if more_under_way:
-            # There is time: the link is busy with the next piece.
-            while not self._driver.query_event(ticket):
-                time.sleep(_POLL_SECONDS)
-        else:
-            self._driver.synchronize_event(ticket)
+        try:
+            if more_under_way:
+                # There is time: the link is busy with the next piece.
+                while not self._driver.query_event(ticket):
+                    time.sleep(_POLL_SECONDS)
+            else:
+                self._driver.synchronize_event(ticket)
+        except CudaError:
+            self._await_all()
+            raise
 
     def close(self) -> None:
         self.release_staging()
@@ -148,6 +157,18 @@ class DeviceMover:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+
+    def _await_all(self) -> None:
+        """After an error: return when nothing is under way, and find out whether more can be.
+
+        A copy that was refused leaves a stream as it was. But once work on the device has failed
+        (memory errors, a link or device that is gone) CUDA answers everything with that error.
+        """
+        for stream in self._streams:
+            try:
+                self._driver.synchronize_stream(stream)
+            except CudaError as error:
+                self.failure = str(error)
 
     def _copy_segments(self, segments: Segments, stream: int) -> None:
         if not self._driver.has_batch_copy:

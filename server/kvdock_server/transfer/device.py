@@ -105,6 +105,12 @@ class Device:
     def has_workers(self) -> bool:
         return bool(self._workers)
 
+    @property
+    def failure(self) -> str | None:
+        """Why this process cannot use the device any more, until it is started again."""
+        failures = (mover.failure for mover in self._movers.values())
+        return next((failure for failure in failures if failure is not None), None)
+
     def stats(self) -> DeviceStats:
         """A snapshot. Any thread."""
         return DeviceStats(
@@ -166,10 +172,7 @@ class Mappings:
         with self._lock:
             mapping = self._open.get(allocation.ipc_handle)
             if mapping is None:
-                address = self._driver.ipc_open_memory(allocation.ipc_handle)
-                known = self._sizes_are_known
-                nbytes = allocation.nbytes if known else self._driver.allocation_bytes(address)
-                mapping = _Mapping(address, nbytes)
+                mapping = self._map(allocation)
                 self._open[allocation.ipc_handle] = mapping
             mapping.users += 1
         if allocation.nbytes > mapping.nbytes:
@@ -196,6 +199,16 @@ class Mappings:
             while self._open:
                 _, mapping = self._open.popitem()
                 self._driver.ipc_close_memory(mapping.address)
+
+    def _map(self, allocation: DeviceAllocation) -> _Mapping:
+        address = self._driver.ipc_open_memory(allocation.ipc_handle)
+        if self._sizes_are_known:
+            return _Mapping(address, allocation.nbytes)
+        try:
+            return _Mapping(address, self._driver.allocation_bytes(address))
+        except BaseException:
+            self._driver.ipc_close_memory(address)
+            raise
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Sequence
 from ctypes import (
     POINTER,
@@ -30,6 +31,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvdock_server.transfer.arrays import U64
+
+logger = logging.getLogger(__name__)
 
 CUDA_SUCCESS = 0
 CUDA_ERROR_INVALID_VALUE = 1
@@ -205,7 +208,8 @@ class Driver:
     """libcuda with checked calls. Handles, addresses and contexts are plain integers.
 
     Except for the first six methods, a context must be current on the calling thread
-    (``set_current``).
+    (``set_current``). Methods that give something back raise nothing: what CUDA does not take any
+    more, since the device failed, goes with the process.
     """
 
     def __init__(self) -> None:
@@ -286,7 +290,7 @@ class Driver:
         return address.value
 
     def ipc_close_memory(self, address: int) -> None:
-        self._call("cuIpcCloseMemHandle", address)
+        self._give_back("cuIpcCloseMemHandle", address)
 
     def ipc_open_event(self, handle: bytes) -> int:
         event = c_void_p()
@@ -313,7 +317,7 @@ class Driver:
         return address.value
 
     def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", address)
+        self._give_back("cuMemFree_v2", address)
 
     def allocate_host(self, nbytes: int) -> int:
         """Pinned host memory, for every context."""
@@ -323,14 +327,14 @@ class Driver:
         return address.value
 
     def free_host(self, address: int) -> None:
-        self._call("cuMemFreeHost", address)
+        self._give_back("cuMemFreeHost", address)
 
     def register_host(self, address: int, nbytes: int) -> None:
         """Pin host memory that exists already, for every context."""
         self._call("cuMemHostRegister_v2", address, nbytes, _MEMHOSTREGISTER_PORTABLE)
 
     def unregister_host(self, address: int) -> None:
-        self._call("cuMemHostUnregister", address)
+        self._give_back("cuMemHostUnregister", address)
 
     def create_stream(self) -> int:
         """A stream that waits for no other."""
@@ -340,7 +344,7 @@ class Driver:
         return stream.value
 
     def destroy_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy_v2", stream)
+        self._give_back("cuStreamDestroy_v2", stream)
 
     def synchronize_stream(self, stream: int) -> None:
         self._call("cuStreamSynchronize", stream)
@@ -357,7 +361,7 @@ class Driver:
         return event.value
 
     def destroy_event(self, event: int) -> None:
-        self._call("cuEventDestroy_v2", event)
+        self._give_back("cuEventDestroy_v2", event)
 
     def record_event(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
@@ -453,6 +457,12 @@ class Driver:
         device = c_int()
         self._call("cuDeviceGet", byref(device), ordinal)
         return device.value
+
+    def _give_back(self, name: str, argument: int) -> None:
+        try:
+            self._call(name, argument)
+        except CudaError as error:
+            logger.warning("%s", error)
 
     def _call(self, name: str, *arguments: object) -> None:
         self._check(name, getattr(self._cuda, name)(*arguments))

@@ -121,6 +121,11 @@ class GpuTransfers:
         self, allocations: list[DeviceAllocation], groups: dict[int | None, GroupLayout]
     ) -> WorkerMemory:
         device = self._device(allocations)
+        if device.failure is not None:
+            raise DeviceMemoryError(
+                f"{device.name} {device.uuid} failed, and CUDA lets this process do nothing more "
+                f"with it ({device.failure}): restart the server when it is mended"
+            )
         self._pool.start(device.driver, device.context)
         try:
             worker = WorkerMemory(device, allocations, groups)
@@ -250,6 +255,11 @@ class Registration:
         load = Load(self._worker, group_idx, ids, hosts, ready_event, deadline)
         with self._under_way(load.start(zip(wanting, relays, strict=True))) as job:
             return await load.end(job)
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be copied any more: the device failed. None if it did not."""
+        return self._worker.device.failure
 
     def follower(self) -> Follower:
         """This worker as one that another's ``retrieve`` fills as well.

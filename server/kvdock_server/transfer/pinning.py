@@ -107,10 +107,7 @@ class PinnedPool:
                 self._wake.wait()
         for piece in np.flatnonzero(self._is_pinned).tolist():
             self._is_pinned[piece] = False
-            try:
-                driver.unregister_host(self._address(piece))
-            except CudaError:
-                logger.exception("a piece of the pool could not be unregistered")
+            driver.unregister_host(self._address(piece))
 
     def _next(self) -> int | None:
         with self._wake:

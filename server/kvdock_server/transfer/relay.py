@@ -114,7 +114,10 @@ class Relay:
     def wait(self) -> None:
         """Return when nothing that was queued so far touches the receiver's memory any more."""
         self.driver.set_current(self._device.context)
-        self.driver.synchronize_event(self.passed)
+        try:
+            self.driver.synchronize_event(self.passed)
+        except CudaError as error:
+            logger.warning("%s failed, and with it what it passed on: %s", self._device.name, error)
 
     def close(self) -> None:
         """Unmap the receiver's memory. Nothing may be under way. Idempotent."""
@@ -220,7 +223,8 @@ class FanOut(BlockTransfer):
     def pieces(self) -> Iterator[Piece]:
         stage = self._may_stage()
         # Not the mover's own, which come round again with other transfers' pieces.
-        self._events = [self._driver.create_event() for _ in range(4)]
+        for _ in range(4):
+            self._events.append(self._driver.create_event())
         events = cycle([self._events[:2], self._events[2:]])
         waiting: RelayedBlocks | None = None
         for window in _windows(len(self._ids), self._block_bytes):

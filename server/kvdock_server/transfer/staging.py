@@ -10,6 +10,7 @@ is staged and copy engines do it all.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import operator
@@ -106,13 +107,16 @@ class StagingBuffers:
         """CudaError where the device has no memory for them."""
         self._driver = driver
         self._turn = 0
-        self._buffers = driver.allocate(STAGING_BUFFERS * STAGED_PIECE_BYTES)
-        try:
+        self._released: list[int] = []
+        with contextlib.ExitStack() as made:
+            self._buffers = driver.allocate(STAGING_BUFFERS * STAGED_PIECE_BYTES)
+            made.callback(driver.free, self._buffers)
             self._ids = driver.allocate_host(STAGING_BUFFERS * MAX_STAGED_BLOCKS * 4)
-            self._released = [driver.create_event() for _ in range(STAGING_BUFFERS)]
-        except BaseException:
-            driver.free(self._buffers)
-            raise
+            made.callback(driver.free_host, self._ids)
+            for _ in range(STAGING_BUFFERS):
+                self._released.append(driver.create_event())
+                made.callback(driver.destroy_event, self._released[-1])
+            self._made = made.pop_all()
 
     @property
     def nbytes(self) -> int:
@@ -161,10 +165,7 @@ class StagingBuffers:
         )
 
     def close(self) -> None:
-        self._driver.free(self._buffers)
-        self._driver.free_host(self._ids)
-        for event in self._released:
-            self._driver.destroy_event(event)
+        self._made.close()
 
 
 @functools.cache
@@ -187,13 +188,16 @@ _kernels: list[Any] = []
 
 def upload(driver: Driver, columns: U64) -> int:
     """A table in memory of the current device, for kernels."""
-    address = driver.allocate(columns.nbytes)
-    stream = driver.create_stream()
-    try:
-        driver.copy_to_device(address, columns.ctypes.data, columns.nbytes, stream)
-        driver.synchronize_stream(stream)
-    finally:
-        driver.destroy_stream(stream)
+    with contextlib.ExitStack() as made:
+        address = driver.allocate(columns.nbytes)
+        made.callback(driver.free, address)
+        stream = driver.create_stream()
+        try:
+            driver.copy_to_device(address, columns.ctypes.data, columns.nbytes, stream)
+            driver.synchronize_stream(stream)
+        finally:
+            driver.destroy_stream(stream)
+        made.pop_all()
     return address
 
 

@@ -19,13 +19,15 @@ of its items may, when tuples are collected as garbage.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +41,18 @@ KERNELS = {"move_blocks": MOVE_BLOCKS, "relay_blocks": RELAY_BLOCKS}
 """What stands for the functions that CuPy would make."""
 
 Bytes = npt.NDArray[np.uint8]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _may_fail(method: Method) -> Method:
+    """A call that CUDA can refuse, and does when ``before_call`` raises."""
+
+    @functools.wraps(method)
+    def call(self: HostDriver, *arguments: Any) -> Any:
+        self.before_call(method.__name__)
+        return method(self, *arguments)
+
+    return cast("Method", call)
 
 
 def uuid(ordinal: int) -> bytes:
@@ -53,6 +67,9 @@ class Exported:
     ordinal: int
     bytes: Bytes
     fd: int
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.fd)
 
     def again(self) -> Bytes:
         """The same memory at another address."""
@@ -94,8 +111,13 @@ class HostDriver:
         self.registered: dict[int, int] = {}
         self.ready_events: set[bytes] = set()
         self.events: dict[int, bytes] = {}
+        """Opened, by their handles."""
+        self.made: set[int] = set()
+        """Streams and events."""
         self.log: list[str] = []
         self.launched: set[int] = set()
+        self.before_call: Callable[[str], None] = lambda name: None
+        """Called with the name of each method that may fail; raises if it is to."""
         self.before_copy: Callable[[int, int, int], None] = lambda target, source, nbytes: None
         """Called with the addresses of both sides before each copy happens."""
         self.others_first = True
@@ -115,6 +137,14 @@ class HostDriver:
         handle = len(self.exported).to_bytes(64, "little")
         self.exported[handle] = Exported(ordinal, memory, fd)
         return handle, memory
+
+    def assert_all_given_back(self) -> None:
+        """Nothing is held of what can be given back."""
+        assert self.opened == {}
+        assert self.registered == {}
+        assert self.allocated == {}
+        assert self.events == {}
+        assert self.made == set()
 
     # Devices and contexts. The context of a device is its ordinal plus 1.
 
@@ -140,6 +170,7 @@ class HostDriver:
 
     # Memory
 
+    @_may_fail
     def ipc_open_memory(self, handle: bytes) -> int:
         context = self.current
         if handle not in self.exported or (context, handle) in self.refused:
@@ -163,9 +194,11 @@ class HostDriver:
                         assert not address <= each < address + len(opened.bytes), "closed in use"
         self.log.append("close")
 
+    @_may_fail
     def allocation_bytes(self, address: int) -> int:
         return len(self.opened[address].bytes)
 
+    @_may_fail
     def allocate(self, nbytes: int) -> int:
         memory: Bytes = np.zeros(nbytes, np.uint8)
         address = int(memory.ctypes.data)
@@ -179,6 +212,7 @@ class HostDriver:
 
     free_host = free
 
+    @_may_fail
     def register_host(self, address: int, nbytes: int) -> None:
         assert address not in self.registered
         self.registered[address] = nbytes
@@ -188,62 +222,82 @@ class HostDriver:
 
     # Streams and events
 
+    @_may_fail
     def ipc_open_event(self, handle: bytes) -> int:
         event = self.create_event()
         self.events[event] = handle
         return event
 
+    @_may_fail
     def create_stream(self) -> int:
-        stream = next(self._names)
+        stream = self._make()
         self._streams[stream] = Stream(self.current)
         return stream
 
     def destroy_stream(self, stream: int) -> None:
-        self.synchronize_stream(stream)
+        with self._lock:
+            self._run_last(self._streams[stream], len(self._streams[stream].queued))
         del self._streams[stream]
+        self.made.remove(stream)
 
+    @_may_fail
     def synchronize_stream(self, stream: int) -> None:
         with self._lock:
             self._run_last(self._streams[stream], len(self._streams[stream].queued))
 
+    @_may_fail
     def create_event(self) -> int:
-        return next(self._names)
+        return self._make()
 
     def destroy_event(self, event: int) -> None:
         self.events.pop(event, None)
+        self.made.remove(event)
 
+    @_may_fail
     def record_event(self, event: int, stream: int) -> None:
         with self._lock:
             recorded = self._streams[stream]
             self._recorded[event] = recorded, len(recorded.queued)
 
+    @_may_fail
     def wait_event(self, stream: int, event: int) -> None:
         with self._lock:
             if event in self._recorded:
                 recorded, position = self._recorded[event]
                 self._queue(stream, (), lambda: self._run(recorded, position))
 
+    @_may_fail
     def query_event(self, event: int) -> bool:
         if event in self.events:
             return self.events[event] in self.ready_events
         self.synchronize_event(event)
         return True
 
+    @_may_fail
     def synchronize_event(self, event: int) -> None:
         with self._lock:
             if event in self._recorded:
                 self._run_last(*self._recorded[event])
 
+    def discard_queued(self) -> None:
+        """The device failed: what has not happened yet never will."""
+        with self._lock:
+            for stream in self._streams.copy().values():
+                del stream.queued[stream.done :]
+
     # Copies
 
+    @_may_fail
     def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None:
         self._copy(host, device, nbytes, stream)
 
+    @_may_fail
     def copy_to_device(self, device: int, host: int, nbytes: int, stream: int) -> None:
         self._copy(device, host, nbytes, stream)
 
     copy_between = copy_to_device
 
+    @_may_fail
     def copy_batch(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         columns = [
             np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(column)).tolist()
@@ -256,6 +310,7 @@ class HostDriver:
                 )
             self._copy(target, source, nbytes, stream)
 
+    @_may_fail
     def copy_rectangles(
         self, targets: Side, sources: Side, width: U64, height: U64, stream: int
     ) -> None:
@@ -274,12 +329,14 @@ class HostDriver:
             for row in range(count):
                 self._copy(target + row * target_pitch, source + row * source_pitch, nbytes, stream)
 
+    @_may_fail
     def copy_2d(self, copy: Memcpy2D, stream: int) -> None:
         for row in range(copy.height):
             target = (copy.dst_host or copy.dst_device) + row * copy.dst_pitch
             source = (copy.src_host or copy.src_device) + row * copy.src_pitch
             self._copy(target, source, copy.width_in_bytes, stream)
 
+    @_may_fail
     def launch(
         self, function: int, blocks: int, threads: int, stream: int, arguments: Sequence[Any]
     ) -> None:
@@ -340,6 +397,11 @@ class HostDriver:
 
             self._queue(stream, (target, source), move)
 
+    def _make(self) -> int:
+        name = next(self._names)
+        self.made.add(name)
+        return name
+
     def _queue(self, stream: int, touched: Sequence[int], work: Callable[[], object]) -> None:
         self._streams[stream].queued.append((touched, work))
 
@@ -351,7 +413,7 @@ class HostDriver:
         self._run(stream, until)
 
     def _run(self, stream: Stream, until: int) -> None:
-        while stream.done < until:
+        while stream.done < min(until, len(stream.queued)):
             _, work = stream.queued[stream.done]
             work()
             stream.done += 1

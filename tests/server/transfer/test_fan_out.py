@@ -5,130 +5,29 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kvdock_server.transfer import (
     Copied,
     DeviceAllocation,
     DeviceMemoryError,
-    Follower,
-    GpuTransfers,
-    Registration,
     TransferFailedError,
-    gpu,
-    pinning,
     plan,
     relay,
     relay_kernel,
-    staging,
 )
 from kvdock_server.transfer.lane import Job, Lane, Transfer
 from kvdock_server.transfer.prices import COPY_PRICES
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
-from host_driver import KERNELS, RELAY_BLOCKS, HostDriver, uuid
+from host_driver import RELAY_BLOCKS, HostDriver, uuid
+from several_devices import BLOCKS, LOADED_BLOCKS, PER_CHUNK, POOL_BYTES, Setting
 
-POOL_BYTES = 1 << 20
-BLOCKS = 40
-PER_CHUNK = 4
 EVENT = b"e" * 64
-DEVICES = 4
-
-
-@dataclass
-class Worker:
-    """Memory of one worker: its layout, its arrays, and how the server holds it."""
-
-    registration: Registration
-    case: kv_layouts.Case
-    arrays: list[kv_layouts.Bytes]
-
-    def block(self, block: int) -> kv_layouts.Bytes:
-        return np.concatenate(self.case.pages(self.arrays, block))
-
-
-class Setting:
-    """A pool with random bytes, and workers on several devices."""
-
-    def __init__(self) -> None:
-        rng = np.random.default_rng(9)
-        self.pool: npt.NDArray[np.uint8] = rng.integers(0, 256, POOL_BYTES, np.uint8)
-        self.driver = HostDriver(DEVICES)
-        self.transfers = GpuTransfers(self.pool.ctypes.data, POOL_BYTES)
-        self.transfers.faulted(0, POOL_BYTES)
-
-    async def worker(self, device: int, name: str = "block-major", pad: int = 0) -> Worker:
-        case = kv_layouts.CASES[name](13, BLOCKS, 96, PER_CHUNK, pad)
-        allocations, arrays = [], []
-        for size in case.allocation_bytes:
-            handle, array = self.driver.export(size, device)
-            array[:] = 0xA5
-            allocations.append(DeviceAllocation(handle, size, uuid(device)))
-            arrays.append(array)
-        registration = await self.transfers.register(allocations, {None: case.layout})
-        return Worker(registration, case, arrays)
-
-    async def workers(self, name: str = "block-major") -> list[Worker]:
-        return [await self.worker(device, name, pad=3 * device) for device in range(DEVICES)]
-
-    async def load(
-        self, leader: Worker, others: list[Worker], event: bytes = b"", seconds: float = 10
-    ) -> tuple[Copied, list[Follower]]:
-        followers = [worker.registration.follower() for worker in others]
-        return await self.load_for(leader, followers, event, seconds), followers
-
-    async def load_for(
-        self, leader: Worker, followers: list[Follower], event: bytes = b"", seconds: float = 10
-    ) -> Copied:
-        return await leader.registration.retrieve(
-            None, TARGET, self.slots(leader), SKIP, event, seconds, followers
-        )
-
-    def slots(self, worker: Worker) -> list[int]:
-        return [1000 + worker.case.layout.chunk_bytes * i for i in (0, 1, 2, 4)]
-
-    def is_filled(self, worker: Worker) -> bool:
-        """True if the target blocks have the pool's bytes, False if none has; all others are as
-        they were."""
-        layout = worker.case.layout
-        rows = [self.pool[slot : slot + layout.chunk_bytes] for slot in self.slots(worker)]
-        wanted = np.concatenate(rows).reshape(-1, layout.block_bytes)[SKIP:]
-        filled = [
-            bool((worker.block(block) == row).all())
-            for block, row in zip(TARGET, wanted, strict=True)
-        ]
-        for block in range(BLOCKS):
-            if block not in TARGET or not any(filled):
-                assert (worker.block(block) == 0xA5).all()
-        assert all(filled) or not any(filled)
-        return all(filled)
-
-
-SKIP = 3
-TARGET = [*range(39, 30, -1), 21, 22, 23, 24]
-LOADED_BLOCKS = len(TARGET)
-
-
-@pytest.fixture
-async def setting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setting]:
-    monkeypatch.setattr(pinning, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(relay, "WINDOW_BYTES", 6000)
-    monkeypatch.setattr(relay, "LAST_WINDOW_BYTES", 2000)
-    setting = Setting()
-    monkeypatch.setattr(gpu, "load_driver", lambda: setting.driver)
-    yield setting
-    await setting.transfers.close()
-    assert setting.driver.opened == {}
-    assert setting.driver.registered == {}
-    assert setting.driver.events == {}
-    assert setting.driver.allocated == {}
 
 
 async def pinned(setting: Setting) -> None:
@@ -136,24 +35,6 @@ async def pinned(setting: Setting) -> None:
         if setting.transfers.stats().pinned_bytes == POOL_BYTES:
             break
         await asyncio.sleep(0.001)
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels can be made."""
-    monkeypatch.setattr(staging, "missing", lambda: None)
-    for module in (staging, relay_kernel):
-        monkeypatch.setattr(module, "compiled", lambda source, name, ordinal, unit: KERNELS[name])
-
-
-@pytest.fixture
-def staged(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that can be staged is."""
-    for module in (plan, relay):
-        prices = COPY_PRICES._replace(stage_us=0.0, stage_rectangles_below=1.0)
-        monkeypatch.setattr(module, "COPY_PRICES", prices)
-    for module in (plan, staging):
-        monkeypatch.setattr(module, "STAGED_PIECE_BYTES", 5000)
 
 
 @pytest.mark.parametrize("name", sorted(kv_layouts.CASES))
@@ -242,8 +123,8 @@ async def test_a_lane_knows_how_much_of_a_load_is_left(
     jobs: list[Job] = []
     submit = Lane.submit
 
-    def recorded(lane: Lane, transfer: Transfer, deadline: float) -> Job:
-        jobs.append(submit(lane, transfer, deadline))
+    def recorded(lane: Lane, transfer: Transfer, *deadline: float) -> Job:
+        jobs.append(submit(lane, transfer, *deadline))
         return jobs[-1]
 
     workers = await setting.workers(name)

@@ -69,9 +69,7 @@ async def setting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setting]:
     monkeypatch.setattr(gpu, "load_driver", lambda: setting.driver)
     yield setting
     await setting.transfers.close()
-    assert setting.driver.opened == {}
-    assert setting.driver.registered == {}
-    assert setting.driver.events == {}
+    setting.driver.assert_all_given_back()
 
 
 @pytest.mark.parametrize("pinned", ["all", "half", "none"])

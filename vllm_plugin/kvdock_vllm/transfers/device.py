@@ -115,12 +115,22 @@ class DeviceTransfers(Transfers):
         ready: Mark,
         stop: Stop,
     ) -> list[bool]:
-        return self._copies(session, target).load(session, target, lease_id, group, ready, stop)
+        copies = self._copies(session, target)
+        try:
+            return copies.load(session, target, lease_id, group, ready, stop)
+        except DeviceMemory:
+            self._choose_again(session, copies)
+            raise
 
     def store(
         self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
     ) -> list[ChunkStatus]:
-        return self._copies(session, target).store(session, target, group, ready, stop)
+        copies = self._copies(session, target)
+        try:
+            return copies.store(session, target, group, ready, stop)
+        except DeviceMemory:
+            self._choose_again(session, copies)
+            raise
 
     def wait_for_end(self, session: Session) -> None:
         with self._lock:
@@ -140,6 +150,13 @@ class DeviceTransfers(Transfers):
             if choice.copies is None:
                 raise CopyStoppedError
             return choice.copies
+
+    def _choose_again(self, session: Session, refused: Copies) -> None:
+        """The server can use the memory no more. What comes next finds out what is left."""
+        with self._lock:
+            choice = self._choices.get(session)
+            if choice is not None and choice.copies is refused:
+                self._end(session)
 
     def _end(self, session: Session) -> None:
         """Ends what was chosen for the session, if anything was."""
