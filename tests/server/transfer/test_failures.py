@@ -93,8 +93,14 @@ async def test_a_device_that_failed_is_refused_and_the_others_go_on(setting: Set
 
 async def test_a_copy_that_was_refused_is_no_failure_of_the_device(setting: Setting) -> None:
     worker = await setting.worker(0)
-    Failure(setting, 0, of_device=False)
+
+    def refuse(name: str) -> None:
+        if name.startswith("copy"):
+            raise CudaError(name, 1, "CUDA_ERROR_INVALID_VALUE", "injected")
+
+    setting.driver.before_call = refuse
     with pytest.raises(TransferFailedError, match="injected"):
         await worker.registration.store(None, range(PER_CHUNK), [0])
     assert worker.registration.failure is None
+    setting.driver.before_call = lambda name: None
     await worker.registration.store(None, range(PER_CHUNK), [0])
