@@ -169,6 +169,6 @@ def test_the_default_address_is_in_the_users_runtime_folder(tmp_path: Path) -> N
         env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
     )
     assert process.stderr is not None
-    assert f"unix://{tmp_path}/kvdock.sock" in process.stderr.readline()
+    assert any(f"unix://{tmp_path}/kvdock.sock" in line for line in process.stderr)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
