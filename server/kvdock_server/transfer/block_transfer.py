@@ -8,6 +8,7 @@ from typing import Protocol
 from kvdock_server.transfer.arrays import I64, U64
 from kvdock_server.transfer.cuda import DeviceMover, Direction
 from kvdock_server.transfer.device import Device, MappedGroup
+from kvdock_server.transfer.driver import CudaError
 from kvdock_server.transfer.pieces import CopyPiece, Piece, RelayedBlocks
 from kvdock_server.transfer.ready_events import ReadyEvents
 
@@ -85,7 +86,11 @@ class BlockTransfer:
         return len(self._ids) * self._group.planner.block_bytes
 
     def ready(self) -> bool:
-        return self._start.has_come()
+        try:
+            return self._start.has_come()
+        except CudaError:
+            self._mover.check()
+            raise
 
     def pieces(self) -> Iterator[Piece]:
         return self._copies(self._ids, self._hosts, stage=self._may_stage())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import time
@@ -87,7 +88,10 @@ class DeviceMover:
         try:
             ticket = self._start(piece, table)
         except CudaError:
-            self._await_all()
+            for stream in self._streams:
+                with contextlib.suppress(CudaError):  # the first one is raised
+                    self._driver.synchronize_stream(stream)
+            self.check()
             raise
         self._under_way += 1
         return ticket
@@ -132,8 +136,19 @@ class DeviceMover:
             else:
                 self._driver.synchronize_event(ticket)
         except CudaError:
-            self._await_all()
+            self.check()
             raise
+
+    def check(self) -> None:
+        """After an error: find out whether anything can be copied any more.
+
+        What was refused leaves all else as it was. But once work on the device has failed (memory
+        errors, a link or device that is gone) CUDA answers everything with that error.
+        """
+        try:
+            self._driver.query_event(self._events[0])
+        except CudaError as error:
+            self.failure = str(error)
 
     def close(self) -> None:
         self.release_staging()
@@ -157,18 +172,6 @@ class DeviceMover:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
-
-    def _await_all(self) -> None:
-        """After an error: return when nothing is under way, and find out whether more can be.
-
-        A copy that was refused leaves a stream as it was. But once work on the device has failed
-        (memory errors, a link or device that is gone) CUDA answers everything with that error.
-        """
-        for stream in self._streams:
-            try:
-                self._driver.synchronize_stream(stream)
-            except CudaError as error:
-                self.failure = str(error)
 
     def _copy_segments(self, segments: Segments, stream: int) -> None:
         if not self._driver.has_batch_copy:

@@ -126,7 +126,7 @@ class Device:
         """End all transfers and unmap everything. The context stays until the process ends."""
         for lane in self._lanes.values():
             lane.close()
-        self.driver.set_current(self.context)
+        self.driver.set_current_to_close(self.context)
         for worker in list(self._workers):
             worker.ready_events.close_all()
         self.peer_mappings.close_all()
@@ -284,7 +284,7 @@ class WorkerMemory:
             if self._handles is _CLOSED:
                 return
             handles, self._handles = self._handles, _CLOSED
-        self.device.driver.set_current(self.device.context)
+        self.device.driver.set_current_to_close(self.device.context)
         self.ready_events.close_all()
         for group in self.groups.values():
             if group.table is not None:

@@ -272,6 +272,10 @@ class Driver:
         """Make a context the calling thread's."""
         self._call("cuCtxSetCurrent", context)
 
+    def set_current_to_close(self, context: int) -> None:
+        """As ``set_current``, before something is given back."""
+        self._give_back("cuCtxSetCurrent", context)
+
     def ipc_open_memory(self, handle: bytes) -> int:
         """Map another process's allocation; its address here.
 

@@ -140,6 +140,9 @@ class Relays:
         except NoRelayError as error:
             logger.info("each reader gets its own copy from the pool: %s", error)
             return None
+        except Exception:
+            logger.exception("each reader gets its own copy from the pool")
+            return None
         logger.info("what %s loads goes on to %s", sender.device.uuid, receiver.device.uuid)
         return relay
 

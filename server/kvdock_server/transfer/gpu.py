@@ -98,8 +98,8 @@ class GpuTransfers:
 
     def stats(self) -> GpuStats:
         """A snapshot. Any thread."""
-        with self._lock:
-            devices = list(self._devices.values())
+        # No lock: that one is held while a context is made, and this is asked by the event loop.
+        devices = self._devices.copy().values()
         return GpuStats(
             self._pool.pinned_bytes,
             self._pool.refused or "",

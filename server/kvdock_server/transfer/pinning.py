@@ -98,8 +98,8 @@ class PinnedPool:
         except CudaError as error:
             self.refused = (
                 f"CUDA refused to pin more than {self.pinned_bytes} of the pool's {self._nbytes} "
-                f"bytes ({error}): raise the memlock limit (ulimit -l, --ulimit memlock=-1) or "
-                "start with less --memory"
+                f"bytes ({error}): if that is a limit, raise it (ulimit -l, --ulimit memlock=-1) "
+                "or start with less --memory"
             )
             logger.error("%s; the rest is copied unpinned, several times slower", self.refused)
         with self._wake:

@@ -79,8 +79,6 @@ class Relay:
         self.driver: Driver = device.driver
         if receiver.device is device:
             raise NoRelayError(f"both lie on {device.uuid}")
-        if not self.driver.can_access_peer(device.ordinal, receiver.device.ordinal):
-            raise NoRelayError(f"{device.uuid} has no access to {receiver.device.uuid}")
         self._lock = threading.Lock()
         self._closed = False
         self._handles: list[bytes] = []
@@ -88,9 +86,11 @@ class Relay:
         self.stream = 0
         self.passed = 0
         """Event: all that was queued on ``stream`` so far is done."""
-        sender.expect_to_pass_on()
-        self.driver.set_current(device.context)
         try:
+            if not self.driver.can_access_peer(device.ordinal, receiver.device.ordinal):
+                raise NoRelayError(f"{device.uuid} has no access to {receiver.device.uuid}")
+            sender.expect_to_pass_on()
+            self.driver.set_current(device.context)
             self.stream = self.driver.create_stream()
             self.passed = self.driver.create_event()
             bases = []
@@ -113,8 +113,8 @@ class Relay:
 
     def wait(self) -> None:
         """Return when nothing that was queued so far touches the receiver's memory any more."""
-        self.driver.set_current(self._device.context)
         try:
+            self.driver.set_current(self._device.context)
             self.driver.synchronize_event(self.passed)
         except CudaError as error:
             logger.warning("%s failed, and with it what it passed on: %s", self._device.name, error)
@@ -125,7 +125,7 @@ class Relay:
             if self._closed:
                 return
             self._closed = True
-        self.driver.set_current(self._device.context)
+        self.driver.set_current_to_close(self._device.context)
         for group in self._groups.values():
             if group.kernel is not None:
                 group.kernel.close()

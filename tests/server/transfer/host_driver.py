@@ -154,13 +154,18 @@ class HostDriver:
     def device_name(self, ordinal: int) -> str:
         return f"host {ordinal}"
 
+    @_may_fail
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
         return (ordinal, peer) in self.peers
 
     def retain_context(self, ordinal: int) -> int:
         return ordinal + 1
 
+    @_may_fail
     def set_current(self, context: int) -> None:
+        self.set_current_to_close(context)
+
+    def set_current_to_close(self, context: int) -> None:
         assert 1 <= context <= self.devices
         self._current.context = context
 

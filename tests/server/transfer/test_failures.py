@@ -71,17 +71,20 @@ async def test_whichever_call_fails_all_is_given_back(
     assert number > 50
 
 
-async def test_a_device_that_failed_is_refused_and_the_others_go_on(setting: Setting) -> None:
+@pytest.mark.parametrize("event", [b"", b"e" * 64])
+async def test_a_device_that_failed_is_refused_and_the_others_go_on(
+    setting: Setting, event: bytes
+) -> None:
     one, other = [await setting.worker(device) for device in (0, 1)]
 
     def fail(name: str) -> None:
-        if setting.driver.current == 1:
+        if name != "set_current" and setting.driver.current == 1:
             setting.driver.discard_queued()
             raise CudaError(name, ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "injected")
 
     setting.driver.before_call = fail
     with pytest.raises(TransferFailedError, match="ILLEGAL_ADDRESS"):
-        await one.registration.store(None, range(PER_CHUNK), [0])
+        await one.registration.store(None, range(PER_CHUNK), [0], event)
     assert "ILLEGAL_ADDRESS" in (one.registration.failure or "")
     await one.registration.close()
     with pytest.raises(DeviceMemoryError, match=r"host 0 GPU-00.* failed.*restart the server"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -274,3 +275,23 @@ async def test_two_groups_of_one_worker(setting: Setting) -> None:
     pages = [case.pages(arrays, block)[0] for block in (5, 6)]
     np.testing.assert_array_equal(setting.pool[: 2 * page], np.concatenate(pages))
     await registration.close()
+
+
+async def test_statistics_do_not_wait_for_a_context_that_is_being_made(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, go_on = threading.Event(), threading.Event()
+    retain = setting.driver.retain_context
+
+    def slow(ordinal: int) -> int:
+        made.set()
+        assert go_on.wait(10)
+        return retain(ordinal)
+
+    monkeypatch.setattr(setting.driver, "retain_context", slow)
+    registering = asyncio.create_task(setting.worker())
+    assert await asyncio.to_thread(made.wait, 10)
+    assert setting.transfers.stats().devices == []
+    go_on.set()
+    await registering
+    assert len(setting.transfers.stats().devices) == 1

@@ -54,6 +54,9 @@ class CountingDriver:
 
     def synchronize_event(self, event: int) -> None: ...
 
+    def query_event(self, event: int) -> bool:
+        return True
+
 
 class Pinned:
     def covers(self, host: U64) -> None:
@@ -95,6 +98,7 @@ def test_nothing_of_a_piece_that_could_not_be_queued_is_under_way(
     with pytest.raises(CudaError, match="it broke"):
         mover.start(Segments(*columns(700, 3)), None)
     assert sorted(driver.synchronized) == sorted(mover._streams)
+    assert mover.failure is None
     driver.calls.clear()
     mover.start(Segments(*columns(33, 3)), None)
     assert driver.calls == [cuda._FIRST_SEGMENTS, 1]
