@@ -138,7 +138,8 @@ class Core:
         if self.events is not None:
             self.events.subscribers.drop_hopeless()
         for session in self.sessions:
-            if not session.expired and now - session.last_seen > session.ttl:
+            silent = now - session.last_seen > session.ttl and not session.is_held_up
+            if silent and not session.expired:
                 session.expired = True
                 self._let_go(session)
 
@@ -257,7 +258,6 @@ class Core:
         if end - first > MAX_KEYS:
             raise invalid(f"{end - first} chunks: at most {MAX_KEYS}")
         nbytes = lease.space.shard_bytes(position, shard)
-        lease.copying.add(reader)
         located: list[LocatedShard | None] = []
         for chunk in range(first, end):
             index = chunk - locked.span.first
@@ -266,6 +266,8 @@ class Core:
                 located.append(LocatedShard(part, part.slots[shard], nbytes))
             else:
                 located.append(None)
+        if any(located):
+            lease.copying.add(reader)
         return located
 
     def holds(

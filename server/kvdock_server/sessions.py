@@ -45,7 +45,8 @@ class Session:
     """One connected process. ``last_seen`` is the loop's clock in seconds.
 
     ``guard`` is the byte of the pool's file that the process keeps locked while it has the pool
-    mapped. ``disowned`` tells that what it reserved will not be committed any more.
+    mapped. ``disowned`` tells that what it reserved will not be committed any more. While it
+    ``is_held_up`` nothing of it is read, so that its silence means nothing.
     """
 
     session_id: int
@@ -61,6 +62,7 @@ class Session:
     mode_reason: str = "the client copies by itself"
     expired: bool = False
     disowned: bool = False
+    is_held_up: bool = False
     reservations: dict[int, Reservation] = field(default_factory=dict)
 
     @property

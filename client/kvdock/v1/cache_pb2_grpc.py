@@ -188,8 +188,8 @@ class CacheServiceServicer(object):
 
         NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
         to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller, or the reader that it
-        names in filled_by, has registered no memory for the group, (WRONG_MODE) for also_fill and
-        filled_by in another mode than server.
+        names in filled_by, has registered no memory for the group, (WRONG_MODE) for block_ids,
+        skip_blocks, ready_event, also_fill and filled_by in another mode than server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

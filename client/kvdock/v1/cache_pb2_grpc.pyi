@@ -349,8 +349,8 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
 
     NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
     to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller, or the reader that it
-    names in filled_by, has registered no memory for the group, (WRONG_MODE) for also_fill and
-    filled_by in another mode than server.
+    names in filled_by, has registered no memory for the group, (WRONG_MODE) for block_ids,
+    skip_blocks, ready_event, also_fill and filled_by in another mode than server.
     """
 
     Put: _CacheServicePutType
@@ -530,8 +530,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
 
         NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
         to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller, or the reader that it
-        names in filled_by, has registered no memory for the group, (WRONG_MODE) for also_fill and
-        filled_by in another mode than server.
+        names in filled_by, has registered no memory for the group, (WRONG_MODE) for block_ids,
+        skip_blocks, ready_event, also_fill and filled_by in another mode than server.
         """
 
     @abc.abstractmethod

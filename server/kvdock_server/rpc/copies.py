@@ -89,8 +89,6 @@ class Copies:
         """Deliver locked chunks in the way of the session's mode."""
         if session is not None and session.mode is Mode.SERVER:
             return await self._loads.retrieve(session, request)
-        if request.also_fill or request.HasField("filled_by"):
-            check_session(session, Mode.SERVER)
         return verbs.retrieve_shared(self._core, session, request)
 
     async def release(self, session: Session) -> None:

@@ -47,6 +47,8 @@ class RegisteredMemory:
         self._core = core
         self._transfers = transfers
         self._memory: dict[Session, WorkerMemory] = {}
+        self._closing: dict[asyncio.Task[None], Session] = {}
+        """Of sessions whose memory copies may still touch."""
         self._answered: WeakSet[Session] = WeakSet()
         self._has_answered = asyncio.Condition()
 
@@ -109,7 +111,8 @@ class RegisteredMemory:
         elif not request.mode:
             reason = "the client has no device memory to export"
         try:
-            await self.release(session)
+            while session in self._memory:  # another call of the session may be here, too
+                await self.release(session)
         except BaseException:  # the session's end, mostly
             if memory is not None:
                 await memory.registration.close()
@@ -129,18 +132,25 @@ class RegisteredMemory:
         """End a session's copies and let go of its device memory."""
         memory = self._memory.pop(session, None)
         if memory is not None:
-            await memory.registration.close()
+            closing = asyncio.create_task(memory.registration.close())
+            self._closing[closing] = session
+            closing.add_done_callback(self._closing.pop)
+            await asyncio.shield(closing)
 
     async def _release_earlier(self, session: Session) -> None:
         """End the copies of sessions that the worker had before, and may have given up."""
-        worker = (session.engine_id, session.worker_id)
-        earlier = [
-            other
-            for other in self._memory
-            if other is not session and (other.engine_id, other.worker_id) == worker
-        ]
-        for other in earlier:
+
+        def is_earlier(other: Session) -> bool:
+            return other is not session and (other.engine_id, other.worker_id) == (
+                session.engine_id,
+                session.worker_id,
+            )
+
+        for other in [other for other in self._memory if is_earlier(other)]:
             await self.release(other)
+        closing = [task for task, other in self._closing.items() if is_earlier(other)]
+        if closing:
+            await asyncio.wait(closing)
 
     def of(
         self, session: Session, namespace: str, group_idx: int | None

@@ -137,7 +137,7 @@ class _SessionStream:
         async for request in requests:
             kind = request.WhichOneof("request")
             if self._takes_time(kind):
-                await self._room.acquire()
+                await self._wait_for_room()
                 task = asyncio.create_task(self._copy(request, kind))
                 self._tasks.add(task)
                 task.add_done_callback(self._copied)
@@ -153,8 +153,10 @@ class _SessionStream:
         """End the copies under way; their memory must not be given back before."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._copies.release(self._session)
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # also when the call is cancelled meanwhile, as it is when its client is gone
+            await self._copies.release(self._session)
         # One by one: all at once could keep everybody else waiting.
         for lease in self._core.leases.of_owner(self._session.session_id):
             self._core.leases.release(lease)
@@ -163,6 +165,13 @@ class _SessionStream:
     def _takes_time(self, kind: str | None) -> bool:
         by_server = self._session.mode is sessions.Mode.SERVER
         return kind in ("store", "register_memory") or (kind == "retrieve" and by_server)
+
+    async def _wait_for_room(self) -> None:
+        self._session.is_held_up = self._room.locked()
+        try:
+            await self._room.acquire()
+        finally:
+            self._session.is_held_up = False
 
     def _copied(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -124,6 +124,10 @@ def retrieve_shared(
     core: Core, session: Session | None, request: pb.RetrieveRequest
 ) -> pb.RetrieveResponse:
     """Retrieve for clients that copy by themselves: where the chunks lie."""
+    by_server = request.block_ids or request.skip_blocks or request.ready_event
+    if by_server or request.also_fill or request.HasField("filled_by"):
+        # Perhaps of a session that was of server mode a moment ago: nobody would copy.
+        check_session(session, Mode.SERVER)
     located = core.locate(
         session,
         request.lease_id,

@@ -1,0 +1,162 @@
+"""Registered memory, and sessions that end, come again and change their mode meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdock.v1 import cache_pb2 as pb
+from kvdock.v1 import session_pb2
+from kvdock_server.errors import Reason, RequestError
+from kvdock_server.rpc import session as session_rpc
+from kvdock_server.rpc import verbs
+from kvdock_server.rpc.session import _SessionStream
+from kvdock_server.sessions import Role, Session
+
+sys.path.insert(0, str(Path(__file__).parent))
+from one_engine import KEYS, PER_CHUNK, TARGET, Engine
+
+EVENT = b"e" * 64
+
+
+class Answers:
+    """What a session's stream writes."""
+
+    def __init__(self) -> None:
+        self.sent: list[session_pb2.SessionResponse] = []
+        self.third = asyncio.get_running_loop().create_future()
+
+    async def write(self, response: session_pb2.SessionResponse) -> None:
+        self.sent.append(response)
+        if len(self.sent) == 3:
+            self.third.set_result(None)
+
+
+def stream_of(engine: Engine, session: Session) -> tuple[_SessionStream, Answers]:
+    answers: Any = Answers()
+    return _SessionStream(engine.core, engine.copies, session, answers), answers
+
+
+async def requests(*messages: session_pb2.SessionRequest) -> AsyncIterator[Any]:
+    for message in messages:
+        yield message
+
+
+async def eternal_requests(*messages: session_pb2.SessionRequest) -> AsyncIterator[Any]:
+    for message in messages:
+        yield message
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"block_ids": TARGET}, {"skip_blocks": 1}, {"ready_event": EVENT}, {"also_fill": [1]},
+     {"filled_by": 1}],
+)  # fmt: skip
+async def test_nothing_is_called_retrieved_that_nobody_copies(
+    engine: Engine, fields: dict[str, Any]
+) -> None:
+    session = engine.workers[0].session
+    await engine.copies.register_memory(
+        session, session_pb2.RegisterMemoryRequest(namespace="model")
+    )
+    lease = engine.lookup()
+    request = pb.RetrieveRequest(lease_id=lease, end_chunk=4, **fields)
+    stream, answers = stream_of(engine, session)
+    await stream.serve(requests(session_pb2.SessionRequest(id=1, retrieve=request)))
+    assert answers.sent[0].error.reason == "WRONG_MODE"
+    with pytest.raises(RequestError) as caught:
+        verbs.retrieve_shared(engine.core, None, request)
+    assert caught.value.reason in (Reason.SESSION_REQUIRED, Reason.WRONG_MODE)
+    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+
+
+async def test_a_stream_that_is_cancelled_while_it_ends_lets_go_of_memory(engine: Engine) -> None:
+    session = engine.workers[2].session
+    stream, _ = stream_of(engine, session)
+    store = pb.StoreRequest(namespace="model", keys=[b"k" * 32], block_ids=range(PER_CHUNK))
+    engine.driver.before_copy = lambda *_: time.sleep(0.3)
+    await stream.serve(requests(session_pb2.SessionRequest(id=1, store=store)))
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(stream.close())
+    await asyncio.sleep(0.05)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    engine.driver.before_copy = lambda *_: None
+    assert engine.transfers.stats().devices[2].workers == 0
+    assert engine.core.index.reserved_bytes == 0
+
+
+async def test_two_registrations_of_a_session_at_once_leave_one(engine: Engine) -> None:
+    session = engine.workers[2].session
+    await asyncio.gather(*(engine.worker(2, 2, session=session) for _ in range(3)))
+    assert engine.transfers.stats().devices[2].workers == 1
+    await engine.leave(2)
+    stats = engine.transfers.stats().devices[2]
+    assert (stats.workers, stats.mapped_bytes) == (0, 0)
+
+
+async def test_a_registration_waits_for_memory_that_is_being_let_go(engine: Engine) -> None:
+    writes = threading.Event()
+
+    def slow(target: int, source: int, nbytes: int) -> None:
+        writes.set()
+        time.sleep(0.02)
+
+    engine.driver.before_copy = slow
+    leading = asyncio.create_task(engine.lead(engine.lookup()))
+    assert await asyncio.to_thread(writes.wait, 5)
+    leaving = asyncio.create_task(engine.leave(1))  # its stream broke
+    await asyncio.sleep(0.01)
+    assert not leaving.done()
+    engine.workers[1] = await engine.worker(1, 1)
+    assert leaving.done()
+    await asyncio.gather(leading, leaving)
+
+
+async def test_who_waits_for_room_is_not_silent(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_rpc, "_COPIES_AT_ONCE", 2)
+    session = engine.core.open_session(engine_id="one", role=Role.WORKER, worker_id=1, ttl_ms=1000)
+    engine.workers.append(await engine.worker(1, 1, session=session))
+    stream, answers = stream_of(engine, session)
+    store = [
+        pb.StoreRequest(
+            namespace="model", keys=[bytes([50 + n]) * 32], block_ids=range(PER_CHUNK),
+            ready_event=EVENT,
+        )
+        for n in range(3)
+    ]  # fmt: skip
+    messages = [session_pb2.SessionRequest(id=n, store=each) for n, each in enumerate(store)]
+    serving = asyncio.create_task(stream.serve(eternal_requests(*messages)))
+    await asyncio.sleep(0.05)
+    session.last_seen -= 5
+    engine.core.sweep()
+    assert not session.expired
+    engine.driver.ready_events.add(EVENT)
+    async with asyncio.timeout(5):
+        await answers.third
+    session.last_seen -= 5
+    engine.core.sweep()
+    assert session.expired
+    serving.cancel()
+    await stream.close()
+
+
+async def test_a_reader_without_locks_is_not_copying(engine: Engine) -> None:
+    lease = engine.lookup()
+    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, 1, None)])
+    request = pb.RetrieveRequest(lease_id=lease, reader=1)
+    answer = verbs.retrieve_shared(engine.core, engine.scheduler, request)
+    assert len(answer.chunks) == len(KEYS)
+    assert engine.core.is_idle
+    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
