@@ -58,7 +58,7 @@ class SessionProtocol(Generic[Handle]):
         is too large, TypeError if a session stream does not carry its type.
         """
         if self._over is not None:
-            raise _again(self._over)
+            raise again(self._over)
         field = _FIELD_OF_REQUEST.get(type(message))
         if field is None:
             raise TypeError(f"a session stream does not carry {type(message).__name__}")
@@ -89,7 +89,7 @@ class SessionProtocol(Generic[Handle]):
         """Notes that the server let the session expire. True the first time."""
         first = self._over is None
         if first:
-            self._over = error
+            self._over = again(error)
         return first
 
     def end(self, error: KVDockError) -> tuple[bool, list[Handle]]:
@@ -114,8 +114,8 @@ def session_lost(error: KVDockError) -> SessionLost:
     return lost
 
 
-def _again(error: KVDockError) -> KVDockError:
-    """A copy to raise: one exception raised many times would collect all their tracebacks."""
+def again(error: KVDockError) -> KVDockError:
+    """A copy to raise: one that is kept would keep its traceback, and with it all who waited."""
     copy = type(error)(error.message, code=error.code, reason=error.reason)
     copy.__cause__ = error.__cause__
     return copy

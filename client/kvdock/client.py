@@ -340,7 +340,8 @@ class Client:
         ``worker_id`` and ``kv_worker_id`` are a worker's rank and shard. ``ttl`` is the silence in
         seconds after which the server takes the locks back, None: 30. ``client`` names program and
         version in listings. ``on_lost`` is called once, on the session's reader thread, with the
-        reason when the session is lost; not after close().
+        reason when the session is lost; not after close(). A session that it refers to is not ended
+        by being dropped, only by close().
         """
         session = Session(
             self._start_session,

@@ -2,7 +2,8 @@
 
 Three threads serve it: gRPC's own sends what :meth:`Session.submit` queues, a reader settles the
 futures, a third sends heartbeats. They belong to an inner object and hold no reference to the
-Session, so that one that is dropped without close() ends as if it had been closed.
+Session, so that one that is dropped without close() ends as if it had been closed. (Unless
+``on_lost`` refers to it: what they call, they hold.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvdock import _verbs
-from kvdock._protocol import MISSED_HEARTBEATS, SessionProtocol, undo
+from kvdock._protocol import MISSED_HEARTBEATS, SessionProtocol, again, undo
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address
 from kvdock.errors import (
@@ -83,7 +84,6 @@ class Session:
         self._address = address
         self._timeout = timeout
         self._stream = _Stream(start, str(address), on_lost)
-        self._finalizer = weakref.finalize(self, self._stream.abandon)
         try:
             response: session_pb2.OpenResponse = self._result(opening, timeout)
         except SessionLost as lost:
@@ -93,6 +93,7 @@ class Session:
         except BaseException:
             self._stream.close(_NO_GRACE)
             raise
+        self._finalizer = weakref.finalize(self, self._stream.abandon)
         self.info = SessionInfo.from_proto(response)
         self._pool = Pool(
             self.info.segments,
@@ -483,7 +484,7 @@ class _Stream:
         lost = self._protocol.over
         for future in futures:
             if future.set_running_or_notify_cancel():
-                future.set_exception(lost)
+                future.set_exception(again(lost))
         if first and lost is not None:
             self._tell_lost(lost)
 

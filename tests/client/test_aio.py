@@ -297,3 +297,23 @@ print("ended")
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
     assert output.split(b"\n") == [b"gave up", b"ended", b""]
+
+
+async def test_sessions_that_failed_or_were_lost_leave_nothing(
+    server: Any, client: kvdock.aio.Client
+) -> None:
+    async def lose_one() -> None:
+        with pytest.raises(errors.InvalidArgument):
+            await client.session("x" * 300)
+        session = await client.session()
+        os.kill(server.process.pid, signal.SIGSTOP)
+        pending = asyncio.create_task(session.lookup("test", [b"k" * 32]))
+        await asyncio.sleep(0.05)
+        server.kill()
+        with pytest.raises(errors.SessionLost):
+            await pending
+
+    await lose_one()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert not any(type(each) is kvdock.aio.Session for each in gc.get_objects())

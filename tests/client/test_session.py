@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvdock
+import kvdock.aio
 from kvdock import errors
 from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2, session_pb2
@@ -332,3 +334,44 @@ def test_an_answer_that_comes_as_its_caller_is_interrupted_is_undone(
 
         session.lookup("test", prompt.keys, probe=True)  # answered after what was before
         assert client.status().index.leases == 0
+
+
+def left() -> int:
+    """Sessions that nobody has dropped, or that something holds."""
+    gc.collect()
+    return sum(type(each) in (kvdock.Session, kvdock.aio.Session) for each in gc.get_objects())
+
+
+def test_a_session_that_could_not_be_opened_leaves_nothing(
+    client: kvdock.Client, tmp_path: Path
+) -> None:
+    before = left()
+    for _ in range(3):
+        with pytest.raises(errors.InvalidArgument):
+            client.session("x" * 300)
+        with (
+            kvdock.Client(f"unix://{tmp_path}/nobody.sock", timeout=1) as other,
+            pytest.raises(errors.Unavailable),
+        ):
+            other.session()
+    assert left() == before
+
+
+def test_a_session_that_was_lost_and_dropped_leaves_nothing(
+    server: Any, client: kvdock.Client
+) -> None:
+    before = left()
+
+    def lose_one() -> None:
+        session = client.session()
+        server.process.send_signal(signal.SIGSTOP)
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            pending = [threads.submit(session.lookup, "test", [b"k" * 32]) for _ in range(3)]
+            time.sleep(0.1)
+            server.kill()
+            for each in pending:
+                with pytest.raises(errors.SessionLost):
+                    each.result(5)
+
+    lose_one()
+    assert left() == before

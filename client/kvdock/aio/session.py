@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvdock import _verbs
-from kvdock._protocol import MISSED_HEARTBEATS, SessionProtocol, undo
+from kvdock._protocol import MISSED_HEARTBEATS, SessionProtocol, again, undo
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address
 from kvdock.aio._poller import keep_poller
@@ -435,7 +435,7 @@ class Stream:
             return
         for future in futures:
             if not future.cancelled():
-                _fail(future, lost)
+                _fail(future, again(lost))
         if first:
             self._tell_lost(lost)
 
