@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+from collections.abc import Iterator
+from itertools import count
 
 import pytest
 from hypothesis import settings
@@ -19,7 +22,8 @@ from hypothesis.stateful import (
 
 from kvdock_server.core import Core
 from kvdock_server.errors import Reason, RequestError
-from kvdock_server.index.index import ReserveStatus, Slot
+from kvdock_server.index.chunk import Chunk
+from kvdock_server.index.index import Index, ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
 from kvdock_server.sessions import Role, Session
@@ -71,6 +75,13 @@ def store(core: Core, keys: list[bytes], parent: bytes = b"", **where: int) -> l
     return [
         ReserveStatus.RESERVED if isinstance(outcome, Slot) else outcome for outcome in outcomes
     ]
+
+
+def other_size(core: Core, chunks: int = 1) -> list[ReserveStatus | Slot]:
+    """What reserving chunks of twice the size in another namespace gives."""
+    core.index.register(Namespace("other", 16, 1, (full(2 * PAGE_BYTES),)))
+    keys = [key(200, number >> 8, number & 255) for number in range(chunks)]
+    return core.reserve(None, "other", None, 0, b"", keys)
 
 
 def hit(core: Core, keys: list[bytes]) -> int:
@@ -160,6 +171,18 @@ def test_a_prefix_inherits_the_use_of_what_extended_it() -> None:
     store(core, prompt(5))  # 3 goes, the only one not used since
     store(core, prompt(6))  # then the end of 1-2
     assert [hit(core, prompt(1, 2)), hit(core, prompt(3))] == [1, 0]
+
+
+def test_all_parts_of_a_window_that_is_used_outlive_those_that_are_not() -> None:
+    core = make_core(
+        32, full(PAGE_BYTES, group_idx=0), window(49, PAGE_BYTES, group_idx=1)
+    )  # a window is 3 chunks
+    for number in range(1, 12):
+        for group_idx in (0, 1):
+            store(core, prompt(number, 1, 1, 1), group_idx=group_idx)
+        lease = core.lookup(None, "n", prompt(1, 1, 1, 1)).lease
+        assert lease is not None
+        assert core.leases.release(lease) == 4 + 3
 
 
 def test_what_is_locked_is_never_evicted() -> None:
@@ -299,6 +322,38 @@ def test_clear_hides_at_once_and_frees_when_the_last_user_is_done() -> None:
     assert hit(core, prompt(1, 2)) == 2
 
 
+@pytest.mark.parametrize("way", ["evicted", "given up", "given back", "cleared", "for others"])
+def test_chunks_that_leave_are_not_kept_in_memory_by_cycles(way: str) -> None:
+    clock = Clock()
+    core = make_core(16, world=2, clock=clock)
+    gc.collect()
+    gc.disable()
+    try:
+        for shard in (0,) if way == "given up" else (0, 1):
+            for last in range(3):
+                store(core, prompt(1, 1, last), shard=shard)
+        found = core.lookup(None, "n", prompt(1, 1))
+        writing = core.reserve(None, "n", None, 0, key(1, 1), [key(9), key(10)])
+        if way == "cleared":
+            core.clear("n")
+        for slot in writing:
+            assert isinstance(slot, Slot)
+            core.give_back(slot)
+        if found.lease is not None:
+            core.leases.release(found.lease)
+        if way == "for others":
+            assert all(isinstance(outcome, Slot) for outcome in other_size(core, 8))
+        clock.now += 61
+        core.sweep()
+        core.index.evict(None)
+        del found, writing, slot
+        space = core.index.space("n")
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, Chunk)]
+        assert not [chunk for chunk in alive if chunk.space is space]
+    finally:
+        gc.enable()
+
+
 def test_a_commit_is_once_and_by_its_own_session() -> None:
     core = make_core(4)
     mine, other = worker(core), worker(core, 1)
@@ -345,6 +400,94 @@ def test_a_shard_larger_than_the_pool_is_refused() -> None:
         store(core, prompt(1))
     assert caught.value.reason is Reason.CHUNK_TOO_LARGE
     assert not core.index.space("n").chunks
+
+
+def store_tree(core: Core, leaves: int) -> list[bytes]:
+    """A chunk and others that all extend it; the keys of the latter."""
+    store(core, [key(1)])
+    keys = [key(1, number >> 8, number & 255) for number in range(leaves)]
+    for leaf in keys:
+        assert store(core, [leaf], parent=key(1)) == [ReserveStatus.RESERVED]
+    return keys
+
+
+def test_room_for_another_size_is_not_made_where_the_prefix_of_all_lies() -> None:
+    core = make_core(256)
+    store_tree(core, 255)
+    (slot,) = other_size(core)
+    assert isinstance(slot, Slot)
+    assert core.index.totals.evicted_parts == 4  # one slab
+    assert hit(core, prompt(1)) == 1
+
+
+def test_what_costs_more_chunks_goes_where_nothing_cheaper_may() -> None:
+    core = make_core(160)
+    parent = b""
+    for number in range(40):  # each slab has one chunk of a long prompt and three short prompts
+        store(core, [key(1, number)], parent=parent)
+        parent = key(1, number)
+        for short in range(3):
+            store(core, [key(2, number, short)])
+    # Without a lock there, the slabs with the end of the long prompt would be the cheapest.
+    locked = range(25, 40)
+    for number in locked:
+        assert core.lookup(None, "n", [key(2, number, 0)]).lease
+    (slot,) = other_size(core)
+    assert isinstance(slot, Slot)
+    assert core.index.totals.evicted_parts <= 4 * 16
+    assert all(hit(core, [key(2, number, 0)]) for number in locked)
+
+
+def test_a_search_in_vain_for_room_looks_at_few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(2048)
+    leaves = store_tree(core, 2047)
+    for leaf in leaves[2::4]:
+        assert core.lookup(None, "n", [key(1), leaf]).lease
+    looked = count()
+    children = Chunk.children
+
+    def counted(chunk: Chunk) -> Iterator[Chunk]:
+        next(looked)
+        return children(chunk)
+
+    monkeypatch.setattr(Chunk, "children", counted)
+    assert other_size(core, 10) == [ReserveStatus.NO_SPACE] * 10
+    assert core.index.totals.evicted_parts == 0
+    assert next(looked) < 2048
+
+
+def test_a_search_for_room_goes_on_where_it_was_for_the_chunk_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = count()
+    evictable = Index._evictable
+
+    def counted(index: Index, part: object) -> bool:
+        next(looked)
+        return evictable(index, part)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Index, "_evictable", counted)
+    core = make_core(2048)
+    for number in range(2048):
+        store(core, [key(3, number >> 8, number & 255)])
+    before = next(looked)
+    assert all(isinstance(outcome, Slot) for outcome in other_size(core, 200))
+    assert core.index.totals.evicted_parts == 400
+    assert next(looked) - before < 2048
+
+
+def test_what_was_cleared_while_locked_does_not_make_a_search_for_room_evict() -> None:
+    core = make_core(64)
+    for number in range(64):
+        store(core, prompt(number))
+    for number in range(0, 64, 4):
+        core.lookup(None, "n", prompt(number))
+    core.clear("n")
+    for number in range(64, 64 + 48):
+        store(core, prompt(number))
+    # In each slab somebody reads what was cleared, so evicting the rest would gain nothing.
+    assert other_size(core) == [ReserveStatus.NO_SPACE]
+    assert core.index.totals.evicted_parts == 0
 
 
 class CoreMachine(RuleBasedStateMachine):

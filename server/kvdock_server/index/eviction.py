@@ -29,7 +29,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Part]:
-        """All parts that are known, evictable or not any more, in no order."""
+        """All parts that are known now, evictable or not any more, the first to go first.
+
+        What changes while this is used changes nothing about it.
+        """
 
     @abstractmethod
     def purge(self) -> None:
@@ -68,7 +71,15 @@ class LeastRecentlyUsed(EvictionPolicy):
         return None
 
     def __iter__(self) -> Iterator[Part]:
-        return (part for _, _, part in self._heap)
+        self.first()  # forgets those in front of it that are not evictable, once and for all
+        heap = self._heap.copy()
+        while heap:
+            last_used, tie, part = heap[0]
+            if last_used == part.last_used:
+                heappop(heap)
+                yield part
+            else:
+                heapreplace(heap, (part.last_used, tie, part))
 
     def purge(self) -> None:
         self._heap = [entry for entry in self._heap if not entry[2].detached]

@@ -11,10 +11,11 @@ whose window parts went, can be stored again under what extends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from heapq import nsmallest
+from heapq import merge
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError, invalid
@@ -99,8 +100,15 @@ MakePolicy = Callable[[Callable[[Part], bool]], EvictionPolicy]
 # enough to move memory to where it is wanted, too few to empty one namespace for another's burst.
 _OTHERS_FOR_ONE = 16
 
-# Where no chunk of the wanted size may go, so many runs of slots are tried before giving up.
-_RUNS_TRIED = 64
+# Where no chunk of the wanted size may go, whole runs of slots are emptied, and what extends the
+# chunks there goes with them: everything, if the beginning of all prompts lies there. So a run that
+# costs few chunks for each of its slots is taken at once, else the cheapest of a few.
+_OTHERS_FOR_A_SLOT = 4
+_RUNS_TO_CHOOSE_FROM = 8
+_OTHERS_AT_ONCE = 20_000
+
+# One reserve looks at about so many chunks and slots for such runs, which takes some 40 ms.
+_LOOKS = 60_000
 
 _MAX_NAMESPACES = 4_096
 
@@ -182,11 +190,14 @@ class Index:
         return spans
 
     def touch(self, spans: Sequence[HitSpan]) -> None:
-        """Note a use. A prefix inherits the use of what extends it when that is evicted."""
+        """Note a use. A prefix inherits the use of what extends it when that is evicted.
+
+        Of full-attention parts the last is enough, then: they go from the end. Others go singly.
+        """
         self._now += 1
         for span in spans:
-            if span.parts:
-                span.parts[-1].last_used = self._now
+            for part in span.parts[-1:] if _is_full_attention(span) else span.parts:
+                part.last_used = self._now
 
     def part(self, space: Space, position: int, key: bytes) -> Part | None:
         """A visible part, or None."""
@@ -247,6 +258,7 @@ class Index:
         self._now += 1
         outcomes: list[ReserveStatus | Slot] = []
         offsets: list[int] = []
+        others = self._emptiable_runs()
         for key in keys:
             chunk = space.chunks.get(key)
             if chunk is None:
@@ -261,7 +273,7 @@ class Index:
                     chunk.parts[position] = part
                 # From now on nothing of the chunk is evicted, for this part's sake least of all.
                 part.writing |= 1 << shard
-                offset = self._allocate(size)
+                offset = self._allocate(size, others)
                 if offset is None:
                     self._stop_waiting(part, shard)
                     rest = len(keys) - len(outcomes)
@@ -351,6 +363,7 @@ class Index:
             for part in chunk.parts:
                 if part is not None:
                     self._remove(part)
+            chunk.unlink()  # else parents and children are cycles, which are hardly ever collected
         space.chunks.clear()
         for policy in self._policies.values():
             policy.purge()
@@ -382,15 +395,18 @@ class Index:
 
     # Making room
 
-    def _allocate(self, size: int) -> int | None:
-        """Memory for a shard, made by evicting where need be; None if that cannot be."""
+    def _allocate(self, size: int, others: Iterator[list[Chunk]]) -> int | None:
+        """Memory for a shard, made by evicting where need be; None if that cannot be.
+
+        ``others`` are the emptiable runs, which are used up from one shard to the next.
+        """
         offset = self._slots.allocate(size)
         if offset is not None:
             return offset
         policy = self._policies.get(self._slots.slot_bytes(size))
         own = policy.first() if policy is not None else None
         if own is None:
-            return self._allocate_from_others(size)
+            return self._allocate_from_others(size, others)
         for _ in range(_OTHERS_FOR_ONE):
             victim = self._first_victim()
             if victim is None or victim is own:
@@ -402,33 +418,63 @@ class Index:
         self._evict(own.chunk, own)
         return self._slots.allocate(size)
 
-    def _allocate_from_others(self, size: int) -> int | None:
+    def _allocate_from_others(self, size: int, runs: Iterator[list[Chunk]]) -> int | None:
         """Memory taken from chunks of other sizes: whole runs of slots, oldest victims first."""
-        offset = None
-        while offset is None:
-            roots = self._emptiable_run()
-            if roots is None:
-                return None
+        for roots in runs:
             for root in roots:
-                for chunk in reversed(_with_descendants([root])):
+                for chunk in reversed(list(_with_descendants([root]))):
                     self._evict(chunk, *chunk.parts)
             offset = self._slots.allocate(size)
-        return offset
-
-    def _emptiable_run(self) -> list[Chunk] | None:
-        """The chunks in one run of slots, if all of them and what extends them may go."""
-        victims = (
-            part for policy in self._policies.values() for part in policy if self._evictable(part)
-        )
-        for victim in nsmallest(_RUNS_TRIED, victims, key=lambda part: part.last_used):
-            offset = next(offset for offset in victim.slots if offset != NO_SLOT)
-            parts = [self._sealed.get(used) for used in self._slots.same_run(offset)]
-            if None in parts:
-                continue  # somebody is writing there
-            roots = [part.chunk for part in parts if part is not None]
-            if not any(_in_use(chunk) for chunk in _with_descendants(roots)):
-                return roots
+            if offset is not None:
+                return offset
         return None
+
+    def _emptiable_runs(self) -> Iterator[list[Chunk]]:
+        """The chunks in runs of slots of which all, and what extends them, may go at that time."""
+        looks = _LOOKS
+        taken, found = False, True
+        while found and looks > 0:  # what was taken may have made others cheaper
+            found, tried = False, 0
+            cheapest: list[Chunk] = []
+            large: list[Chunk] = []
+            least = _OTHERS_AT_ONCE
+            for roots in self._runs_by_age():
+                cost = _cost(roots, least)
+                looks -= len(roots) + cost
+                tried += 1
+                if cost > least:
+                    large = large or roots
+                elif cost:
+                    cheapest, least = roots, cost
+                is_cheap = least <= _OTHERS_FOR_A_SLOT * len(cheapest)
+                if cheapest and (is_cheap or tried >= _RUNS_TO_CHOOSE_FROM):
+                    found = taken = True
+                    yield cheapest
+                    tried, cheapest, least = 0, [], _OTHERS_AT_ONCE
+                if looks <= 0:
+                    break
+            if not taken and not cheapest and _cost(large):
+                cheapest = large  # much for little, but else a size could never get any room
+            if cheapest:
+                found = taken = True
+                yield cheapest
+
+    def _runs_by_age(self) -> Iterator[list[Chunk]]:
+        """The chunks in each run of slots that is full, the one with the oldest victim first."""
+        tried: set[int] = set()
+        victims = merge(*self._policies.values(), key=lambda part: part.last_used)
+        for victim in islice(victims, _LOOKS):
+            if not self._evictable(victim):
+                continue
+            offset = next(offset for offset in victim.slots if offset != NO_SLOT)
+            if offset in tried:
+                continue
+            run = self._slots.same_run(offset)
+            tried.update(run)
+            parts = [part for used in run if (part := self._sealed.get(used)) is not None]
+            # Where one lacks somebody is writing. A pinned one may have been cleared since.
+            if len(parts) == len(run) and not any(part.pins for part in parts):
+                yield [part.chunk for part in parts]
 
     def _first_victim(self) -> Part | None:
         """The part to evict first, whatever its size."""
@@ -520,13 +566,37 @@ def _in_use(chunk: Chunk) -> bool:
     return any(part is not None and (part.pins or part.writing) for part in chunk.parts)
 
 
-def _with_descendants(roots: Iterable[Chunk]) -> list[Chunk]:
-    """The chunks and all that extend them, each once; with one root, parents before children."""
-    found: dict[Chunk, None] = {}
-    waiting = list(roots)
+def _is_full_attention(span: HitSpan) -> bool:
+    return any(
+        part.chunk.space.namespace.groups[span.position].kind is GroupKind.FULL_ATTENTION
+        for part in span.parts[:1]
+    )
+
+
+def _cost(roots: Iterable[Chunk], most: int | None = None) -> int:
+    """How many chunks go with these, 0 if one is in use; counts no further than beyond ``most``."""
+    cost = 0
+    for chunk in _with_descendants(roots):
+        if _in_use(chunk):
+            return 0
+        cost += 1
+        if most is not None and cost > most:
+            break
+    return cost
+
+
+def _with_descendants(roots: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The chunks and all that extend them, each once; with one root, parents before children.
+
+    It goes no further than it is asked to: a chunk may have all others of its namespace below it.
+    """
+    found: set[Chunk] = set()
+    waiting = [iter(roots)]
     while waiting:
-        chunk = waiting.pop()
-        if chunk not in found:
-            found[chunk] = None
-            waiting.extend(chunk.children())
-    return list(found)
+        chunk = next(waiting[-1], None)
+        if chunk is None:
+            waiting.pop()
+        elif chunk not in found:
+            found.add(chunk)
+            yield chunk
+            waiting.append(chunk.children())
