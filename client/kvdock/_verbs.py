@@ -104,7 +104,7 @@ def open_session(
 ) -> session_pb2.OpenRequest:
     """The first message of a session. A role may be named in lower case."""
     if isinstance(role, str):
-        names = [member.name.lower() for member in SessionRole]
+        names = [member.name.lower() for member in SessionRole if member]
         if role not in names:
             raise InvalidArgument(f"role {role!r} is none of {', '.join(names)}")
         role = SessionRole[role.upper()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -76,8 +77,9 @@ class Client:
     """A server, asked call by call. Thread-safe; connects when it is first used.
 
     ``address`` is the server's; None finds the one of this host (:mod:`kvdock.address`). Each call
-    takes at most ``timeout`` seconds (in put and get, each pause does) and raises a subclass of
-    KVDockError. ``channel_options`` are options of gRPC, added to those that every client has.
+    takes at most ``timeout`` seconds and raises a subclass of KVDockError; in put, get and listings
+    it is each pause that takes at most so long, or up to twice that until it is noticed.
+    ``channel_options`` are options of gRPC, added to those that every client has.
     """
 
     def __init__(
@@ -133,7 +135,8 @@ class Client:
         """How many of the prompt's chunks, from the first on, are cached; and locks them.
 
         The lease lives for ``ttl`` seconds, None: the server's default of 30. With ``probe``
-        nothing is locked. Raises UnknownNamespace.
+        nothing is locked. Raises UnknownNamespace. After DeadlineExceeded there may be a lease that
+        nobody knows of, which lives as long; a session's lookup gives it back.
         """
         call = _verbs.lookup(namespace, keys, readers, probe, ttl)
         return self._call(self._cache.Lookup, call, timeout)
@@ -292,15 +295,18 @@ class Client:
         """What becomes cached and what ceases to be, after a cursor, from ``"now"`` on, or after a
         ``"snapshot"`` of what is there. See :mod:`kvdock.events`.
 
+        Waits until the server has begun: what happens after this call is told, whenever it is read.
         Ends after Compacted. A progress mark comes after ``progress_interval`` seconds without
-        events. Raises NoEventLog if the server keeps no log, DeadlineExceeded if it falls silent.
+        events (at least 0.1). Raises NoEventLog if the server keeps no log, DeadlineExceeded if it
+        falls silent.
         """
         request = stream_request(start, only or Filter(), progress_interval)
         with self._errors():
-            responses = self._events.StreamKVEvents(request)
-        seconds = max(MISSED_SIGNS * progress_interval, self.timeout)
-        for response in self._each(responses, seconds):
-            yield message_from_proto(response)
+            call = self._events.StreamKVEvents(request)
+        responses = self._each(call, max(MISSED_SIGNS * progress_interval, self.timeout))
+        # A generator that has begun ends its call also if nobody ever reads from it.
+        first = list(itertools.islice(responses, 1))
+        return (message_from_proto(response) for response in itertools.chain(first, responses))
 
     def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
         """Makes all in a namespace, or in all of them, invisible. Returns how many parts."""

@@ -23,6 +23,9 @@ ERROR_DOMAIN = "kvdock"
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
+# All that grpc.aio tells, with INTERNAL, when the connection ends while it writes.
+_AIO_WRITE_FAILED = "Internal error from Core"
+
 
 class KVDockError(Exception):
     """Base of every error of this library.
@@ -57,7 +60,11 @@ class SessionLost(Unavailable):
 
 
 class DeadlineExceeded(KVDockError):
-    """The answer did not come in time. What a late answer grants is given back."""
+    """The answer did not come in time.
+
+    What a late answer grants is given back on a session. Call by call nobody hears it: a lease that
+    ``Client.lookup`` was granted lives until its ttl.
+    """
 
     default_code = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -214,6 +221,8 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
     code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     message: str = getattr(error, "details", lambda: None)() or f"call ended with {code.name}"
     reason = _reason(getattr(error, "trailing_metadata", lambda: None)())
+    if code is grpc.StatusCode.INTERNAL and message == _AIO_WRITE_FAILED and not reason:
+        code, message = grpc.StatusCode.UNAVAILABLE, "the connection ended"
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
         # gRPC tells the address twice before it says what is wrong.
         cause = message.rpartition("error: ")[2]
@@ -224,7 +233,7 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
     elif code is grpc.StatusCode.CANCELLED:
         # Nobody but this side cancels, and what cancels a call for its caller says so itself.
         message = f"the call to {server} ended when its client was closed; make another client"
-    elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    elif code is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
         message = f"the server at {server} did not answer in time: {message}"
     return _make(code, reason, message)
 

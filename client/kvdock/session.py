@@ -482,10 +482,11 @@ class _Stream:
             self._outbox.put(None)
         self._ended.set()
         lost = self._protocol.over
+        assert lost is not None
         for future in futures:
             if future.set_running_or_notify_cancel():
                 future.set_exception(again(lost))
-        if first and lost is not None:
+        if first:
             self._tell_lost(lost)
 
     def _tell_lost(self, error: KVDockError) -> None:

@@ -8,11 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Self
 
 from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 
 
-class TransferMode(IntEnum):
+class ProtocolEnum(IntEnum):
+    """An enumeration of the protocol, with a member UNSPECIFIED.
+
+    A newer server may know values that this client does not: they are read as UNSPECIFIED.
+    """
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        return cls(0)
+
+
+class TransferMode(ProtocolEnum):
     """How the bytes of one session's chunks move."""
 
     UNSPECIFIED = types_pb2.TRANSFER_MODE_UNSPECIFIED
@@ -21,16 +33,17 @@ class TransferMode(IntEnum):
     INLINE = types_pb2.TRANSFER_MODE_INLINE
 
 
-class GroupKind(IntEnum):
+class GroupKind(ProtocolEnum):
     """What a KV-cache group needs of the past."""
 
+    UNSPECIFIED = types_pb2.GROUP_KIND_UNSPECIFIED
     FULL_ATTENTION = types_pb2.GROUP_KIND_FULL_ATTENTION
     SLIDING_WINDOW = types_pb2.GROUP_KIND_SLIDING_WINDOW
     RECURRENT_STATE = types_pb2.GROUP_KIND_RECURRENT_STATE
 
 
-class ChunkStatus(IntEnum):
-    """Outcome for one chunk of a call."""
+class ChunkStatus(ProtocolEnum):
+    """Outcome for one chunk of a call. UNSPECIFIED is no success."""
 
     UNSPECIFIED = types_pb2.CHUNK_STATUS_UNSPECIFIED
     STORED = types_pb2.CHUNK_STATUS_STORED
@@ -43,15 +56,11 @@ class ChunkStatus(IntEnum):
     NOT_LOCKED = types_pb2.CHUNK_STATUS_NOT_LOCKED
     FAILED = types_pb2.CHUNK_STATUS_FAILED
 
-    @classmethod
-    def _missing_(cls, value: object) -> ChunkStatus:
-        # A newer server may know outcomes that this client does not; none of them is a success.
-        return cls.UNSPECIFIED
 
-
-class SessionRole(IntEnum):
+class SessionRole(ProtocolEnum):
     """The part of an engine that a session stands for."""
 
+    UNSPECIFIED = session_pb2.SESSION_ROLE_UNSPECIFIED
     SCHEDULER = session_pb2.SESSION_ROLE_SCHEDULER
     WORKER = session_pb2.SESSION_ROLE_WORKER
     TOOL = session_pb2.SESSION_ROLE_TOOL

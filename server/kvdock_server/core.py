@@ -23,6 +23,8 @@ from kvdock_server.pool.slots import SlotAllocator
 from kvdock_server.sessions import Mode, Reservation, Role, Session, SessionTable
 
 KEY_BYTES = 32
+# What the recipe of keys calls the parent of a prompt's first chunk; no parent means the same.
+_ROOT = bytes(KEY_BYTES)
 MAX_KEYS = 16_384
 MAX_READERS = 256
 MAX_LOCK_RANGES = 256
@@ -336,6 +338,8 @@ class Core:
         check_keys(keys)
         if len(parent_key) not in (0, KEY_BYTES):
             raise invalid(f"parent_key of {len(parent_key)} bytes: {KEY_BYTES}, or none")
+        if parent_key == _ROOT:
+            parent_key = b""
         space = self.index.space(namespace)
         if shard >= space.namespace.kv_world_size:
             raise invalid(

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvdock.cli import main
+from kvdock.cli import commands, main
 from kvdock.keys import chunk_keys
+from kvdock.v1 import admin_pb2
 
 TOKENS = list(range(1000, 1000 + 3 * 256 + 17))
 KEYS = chunk_keys(TOKENS, 256)
@@ -137,6 +138,36 @@ def test_status_shows_pool_and_sessions(server: Any) -> None:
     assert isinstance(answer["epoch"], str)
 
 
+def test_names_are_shown_as_they_are(server: Any) -> None:
+    import kvdock as library
+
+    names = ["llama[bf16]:key:", "a[/b]"]
+    with library.Client(server.address) as client, client.session("engine[/x]"):
+        for name in names:
+            client.register_namespace(library.Namespace(name, 16, 1, (library.Group((1,)),)))
+        listed, status = ok(server.address, "ls").decode(), ok(server.address, "status").decode()
+    assert all(f" {name} " in listed for name in names)
+    assert " engine[/x] " in status
+
+    link = server.socket.parent / ":key:[b].sock"
+    link.symlink_to(server.socket)
+    assert f"Namespaces at unix://{link}" in ok(f"unix://{link}", "ls").decode()
+    link.unlink()
+    assert f"{link} does not exist" in kvdock(f"unix://{link}", "doctor").stdout.decode()
+
+
+def test_what_only_a_newer_server_knows_of_a_session_is_shown() -> None:
+    known = admin_pb2.SessionStatus.FromString
+
+    def numbers(role: int, mode: int) -> bytes:
+        fields = admin_pb2.SessionStatus.DESCRIPTOR.fields_by_name
+        pairs = ((fields["role"], role), (fields["mode"], mode))
+        return b"".join(bytes([field.number << 3, value]) for field, value in pairs)
+
+    assert commands._mode(known(numbers(role=99, mode=1))) == "-"
+    assert commands._mode(known(numbers(role=2, mode=99))) == "unspecified"
+
+
 def test_a_miss_leaves_the_old_file_alone(server: Any, data: Path, tmp_path: Path) -> None:
     hexes = [key.hex() for key in KEYS]
     ok(server.address, "put", "n", "--register", *hexes, "--file", data)
@@ -180,6 +211,22 @@ def test_what_cannot_be_done_is_said(
     for arguments, status, message in MISTAKES:
         assert main(arguments) == status, arguments
         assert message in capsys.readouterr().err
+
+
+def test_keys_from_stdin_are_alone_there_and_there_are_some(server: Any, data: Path) -> None:
+    for arguments, message in (
+        (["put", "n", "-"], "both --file and the keys would be read from stdin"),
+        (["put", "n", "-", "--register", "--file", data], "stdin has no keys"),
+        (["get", "n", "-"], "stdin has no keys"),
+    ):
+        done = kvdock(server.address, *arguments, stdin=b"\n")
+        assert (done.returncode, done.stderr.decode()) == (2, f"kvdock: {message}\n")
+    hexes = "\n".join(key.hex() for key in KEYS).encode()
+    ok(server.address, "put", "n", "-", "--register", "--file", data, stdin=hexes)
+
+
+def test_the_help_shows_any_default_address() -> None:
+    assert b"unix:///tmp/100%d.sock" in ok("unix:///tmp/100%d.sock", "status", "--help")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(server: Any, data: Path, tokens: Path) -> None:
@@ -265,6 +312,16 @@ def test_doctor_finds_nothing_wrong_where_nothing_is(server: Any, doctor: Any) -
     for subject in ("socket", "server", "version", "pool mapping", "/dev/shm", "grpcio"):
         assert findings[subject]["verdict"] == "ok"
     assert b"pool mapping" in ok(server.address, "doctor")
+
+
+def test_doctor_and_a_variable_that_cannot_be_used(server: Any) -> None:
+    done = kvdock("foo", "doctor", "--json", "--address", server.address)
+
+    assert done.returncode == 0, done.stderr.decode()
+    findings = {entry["subject"]: entry for entry in json.loads(done.stdout)}
+    assert findings["address"]["verdict"] == "warning"
+    assert "$KVDOCK_ADDRESS cannot be used: address 'foo'" in findings["address"]["text"]
+    assert findings["server"]["verdict"] == "ok"
 
 
 def test_doctor_and_sockets(server: Any, doctor: Any, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 
 import kvdock
 from kvdock import errors
+from kvdock.events import Cursor
+from kvdock.keys import ROOT
 from kvdock.types import ChunkStatus
 
 
@@ -40,6 +42,17 @@ def test_what_is_put_is_found_and_got(client: kvdock.Client, prompt: Any) -> Non
     buffers = [bytearray(len(shard)) for shard in prompt.shards]
     assert client.get_into("test", prompt.keys, buffers) == 4
     assert buffers == prompt.shards
+
+
+def test_the_root_as_parent_is_no_parent(client: kvdock.Client, prompt: Any) -> None:
+    first, *rest = prompt.keys
+    assert client.put("test", [first], prompt.shards[:1], parent=ROOT) == [ChunkStatus.STORED]
+    assert client.put("test", [first], prompt.shards[:1]) == [ChunkStatus.EXISTS]
+    with client.session(role="worker") as session:
+        (chunk,) = session.reserve("test", rest[:1], parent=ROOT).chunks
+    assert chunk.status is ChunkStatus.RESERVED
+    assert client.lookup("test", [first], probe=True).chunks == 1
+    assert {part.parent_key for part in client.chunks("test")} == {b""}
 
 
 def test_a_lookup_locks_for_each_reader_and_a_probe_for_nobody(
@@ -217,7 +230,11 @@ def test_values_that_cannot_be_sent_are_refused_like_any_others(
             lambda: client.evict(-1),
             lambda: client.session(worker_id=-1),
             lambda: client.register_namespace(kvdock.Namespace("n", -1, 1, ())),
+            lambda: client.session(role="unspecified"),
             lambda: list(client.events(progress_interval=nan)),
+            lambda: list(client.events(progress_interval=0)),
+            lambda: list(client.events(progress_interval=0.0004)),
+            lambda: list(client.events(Cursor(1 << 64, 0))),
             lambda: client.status(timeout=nan),
             lambda: client.health("x" * 200),
             lambda: client.health("no-such-service"),

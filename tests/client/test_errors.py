@@ -55,7 +55,7 @@ def test_the_reason_decides_on_both_ways(reason: str) -> None:
     for error in (call, stream):
         assert type(error) is cls
         assert (error.code, error.reason) == (code, reason)
-        assert "what to do" in str(error)
+        assert error.message == "what to do"
 
 
 def test_without_a_reason_the_code_decides() -> None:
@@ -64,8 +64,22 @@ def test_without_a_reason_the_code_decides() -> None:
 
     assert type(of(grpc.StatusCode.UNAVAILABLE)) is errors.Unavailable
     assert type(of(grpc.StatusCode.DEADLINE_EXCEEDED)) is errors.DeadlineExceeded
+    assert "host:1 did not answer in time" in of(grpc.StatusCode.DEADLINE_EXCEEDED).message
     assert type(of(grpc.StatusCode.INVALID_ARGUMENT)) is errors.InvalidArgument
     assert type(of(grpc.StatusCode.RESOURCE_EXHAUSTED)) is errors.ServerError
+
+
+def test_a_connection_that_ends_while_grpc_aio_writes_is_no_fault_of_the_server() -> None:
+    failed = FailedCall(grpc.StatusCode.INTERNAL, "Internal error from Core")
+    ours = ErrorInfo(domain="kvdock", reason="INTERNAL")
+    told = FailedCall(grpc.StatusCode.INTERNAL, "Internal error from Core", ours)
+
+    error = errors.from_rpc_error(failed, "host:1")
+
+    assert type(error) is errors.Unavailable
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert error.message.startswith("no KVDock server answers at host:1: the connection ended.")
+    assert type(errors.from_rpc_error(told, "host:1")) is errors.ServerError
 
 
 def test_a_reason_of_another_domain_is_not_ours() -> None:

@@ -1,8 +1,20 @@
+from enum import IntEnum
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdock.types import ChunkStatus, Group, GroupKind, Hit, Lease, Namespace
-from kvdock.v1 import cache_pb2
+from kvdock.types import (
+    ChunkStatus,
+    Group,
+    GroupKind,
+    Hit,
+    Lease,
+    Namespace,
+    SessionRole,
+    TransferMode,
+)
+from kvdock.v1 import cache_pb2, types_pb2
 
 groups = st.builds(
     Group,
@@ -38,5 +50,15 @@ def test_a_miss_has_no_lease() -> None:
     assert Hit.from_proto(cache_pb2.LookupResponse(epoch=7, lease_id=3)).lease == Lease(3, 7)
 
 
-def test_an_outcome_of_a_newer_server_is_no_success() -> None:
-    assert ChunkStatus(99) is ChunkStatus.UNSPECIFIED
+@pytest.mark.parametrize("enum", [ChunkStatus, GroupKind, SessionRole, TransferMode])
+def test_a_value_that_only_a_newer_server_knows_is_unspecified(enum: type[IntEnum]) -> None:
+    assert enum(99).name == "UNSPECIFIED"
+    assert enum(99) == 0
+
+
+def test_a_namespace_with_a_kind_that_only_a_newer_server_knows_can_be_read() -> None:
+    message = types_pb2.Namespace(name="n")
+    message.groups.add().MergeFromString(b"\x10\x63")  # kind, 99
+
+    (group,) = Namespace.from_proto(message).groups
+    assert group.kind is GroupKind.UNSPECIFIED

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from kvdock import ChunkEventData, Client, Group, Namespace
+from kvdock.cli import events
+from kvdock.events import Batch, Cursor, Unknown
 
 SHARD = 4096
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
@@ -66,7 +68,7 @@ def test_json_lines_from_a_snapshot_and_resumed_at_any_of_them(
     first = [json.loads(line) for line in lines(server_with_log, 3, "--json", "--from", "snapshot")]
     assert [line["key"] for line in first] == [key.hex() for key in KEYS[:3]]
     assert first[1] == {
-        "cursor": first[0]["cursor"],
+        "cursor": None,
         "event": "stored",
         "namespace": "n",
         "snapshot": True,
@@ -83,6 +85,7 @@ def test_json_lines_from_a_snapshot_and_resumed_at_any_of_them(
         "lora_name": "adapter",
         "hash_scheme": "scheme",
     }
+    assert first[0]["cursor"] is None
     client.evict(SHARD)
     client.clear()
     where = first[-1]["cursor"]
@@ -93,6 +96,31 @@ def test_json_lines_from_a_snapshot_and_resumed_at_any_of_them(
     assert (cleared["event"], cleared["namespace"]) == ("cleared", "n")
     (again,) = lines(server_with_log, 1, "--json", "--from", gone["cursor"])
     assert json.loads(again) == cleared
+
+
+def test_a_snapshot_has_no_place_to_resume_before_its_end(
+    server_with_log: Any, client: Client
+) -> None:
+    keys = [number.to_bytes(32) for number in range(1, 1_101)]  # more than two messages
+    put(client, *keys)
+    told = [
+        json.loads(line) for line in lines(server_with_log, 1_100, "--json", "--from", "snapshot")
+    ]
+    assert [line["key"] for line in told] == [key.hex() for key in keys]
+    assert [line["cursor"] is None for line in told] == [True] * 1_099 + [False]
+
+
+def test_what_only_a_newer_server_tells_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    event = Unknown(7, "n")
+    batch = Batch(Cursor(1, 9), 0, (event,))
+    events._print_json(batch, event)
+    assert json.loads(capsys.readouterr().out) == {
+        "cursor": "1:7",
+        "event": "unknown",
+        "namespace": "n",
+    }
+    events._print_line(batch, event)
+    assert capsys.readouterr().out.split()[1:] == ["7", "unknown", "n"]
 
 
 def test_a_line_each_for_people(server_with_log: Any, client: Client) -> None:
@@ -120,6 +148,10 @@ def test_what_is_no_place(server_with_log: Any) -> None:
     ended = run(server_with_log, "--from", "yesterday")
     assert ended.returncode == 2
     assert "'yesterday' is no cursor" in ended.stderr
+    ended = run(server_with_log, "--from", f"1:{1 << 64}")
+    assert ended.returncode == 2
+    assert "cannot be sent" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_server_without_log(server: Any) -> None:

@@ -21,6 +21,8 @@ from kvdock.events import (
     SnapshotPiece,
     Stored,
 )
+from kvdock.events.messages import message_from_proto
+from kvdock.v1 import events_pb2 as pb
 
 
 def stored(
@@ -91,6 +93,50 @@ def test_a_resync_tells_the_difference() -> None:
         stored(11, b"d", b"b"),
     ]
     assert index.cursor == Cursor(2, 11)
+
+
+def test_what_extends_a_part_that_came_back_different_is_told_anew() -> None:
+    a, b, c = stored(1, b"a"), stored(2, b"b", b"a"), stored(3, b"c", b"b")
+    other = stored(4, b"d")
+    index = synced(a, b, c, other)
+    index.apply(Compacted(Cursor(1, 4), Cursor(1, 4)))
+    different = stored(5, b"a", tag=b"x")
+    assert index.apply(snapshot(different, b, c, other, at=9)) == [
+        removed(9, b"c"),
+        removed(9, b"b"),
+        removed(9, b"a"),
+        different,
+        b,
+        c,
+    ]
+
+
+def test_a_part_of_a_window_stays_though_its_parent_goes() -> None:
+    parent, child = stored(1, b"a", group_idx=1), stored(2, b"b", b"a", group_idx=1)
+    index = synced(parent, child)
+    index.apply(Compacted(Cursor(1, 2), Cursor(1, 2)))
+    assert index.apply(snapshot(child, at=9)) == [removed(9, b"a", 1)]
+
+
+def test_what_only_a_newer_server_tells_has_a_number_and_changes_nothing() -> None:
+    index = synced(stored(1, b"a"))
+    cursor = pb.Cursor(epoch=1, sequence=2)
+    events = [
+        pb.Event(namespace="n", sequence=1),  # of a kind that is not known
+        pb.Event(namespace="n", sequence=2, stored=pb.BlockStored(key=b"b")),
+    ]
+    events[1].stored.MergeFromString(b"\x30\x63")  # kind, 99
+    message = pb.StreamKVEventsResponse(cursor=cursor, batch=pb.EventBatch(events=events))
+
+    (change,) = index.apply(message_from_proto(message))
+
+    assert isinstance(change, Stored)
+    assert (change.key, change.kind) == (b"b", GroupKind.UNSPECIFIED)
+    assert [part.key for part in index] == [b"a", b"b"]
+    assert index.cursor == Cursor(1, 2)
+    piece = pb.SnapshotPiece(stored=events, last=True)
+    index.apply(message_from_proto(pb.StreamKVEventsResponse(cursor=cursor, snapshot=piece)))
+    assert [part.key for part in index] == [b"b"]
 
 
 def test_a_snapshot_that_was_cut_off_leaves_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,22 @@ def put(client: Client, *names: int) -> None:
 
 def test_off_by_default(server: Any) -> None:
     assert not listening(server.process.pid)
+
+
+def test_a_stream_that_is_dropped_unread_ends(
+    start_server: Callable[..., Any],
+) -> None:
+    port = free_port()
+    server = start_server("--metrics-listen", f"127.0.0.1:{port}", "--event-log", "1MiB")
+    with Client(server.address) as client:
+        streams = [client.events() for _ in range(3)]
+        assert scrape(port)["kvdock_event_subscribers"] == 3
+        streams.pop().close()
+        streams.clear()
+        deadline = time.monotonic() + 5
+        while scrape(port)["kvdock_event_subscribers"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_what_it_tells(start_server: Callable[..., Any]) -> None:

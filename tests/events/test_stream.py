@@ -101,7 +101,15 @@ def test_off_by_default_and_says_how_to_turn_it_on(server) -> None:  # type: ign
         register(client)
         put(client, prompt(1))
         with pytest.raises(NoEventLog, match="--event-log"):
-            next(client.events())
+            client.events()
+
+
+def test_a_stream_from_now_begins_with_the_call(client: Client) -> None:
+    put(client, prompt(1))
+    stream = client.events(progress_interval=0.2)
+    put(client, prompt(2))
+    found = events(list(itertools.islice(stream, 3)))
+    assert [event.sequence for event in found] == [2]
 
 
 def test_an_event_says_everything_that_was_told(client: Client) -> None:

@@ -1,7 +1,8 @@
 """The client of the asyncio face: :class:`kvdock.Client` with coroutines."""
 
 # Deadlines are arguments here as in the blocking face, since passing one has a meaning of its own:
-# what a late answer grants is given back.
+# a transfer's limits each pause, and what a late answer grants on a session is given back (call by
+# call nobody hears it).
 # ruff: noqa: ASYNC109
 
 from __future__ import annotations
@@ -254,7 +255,9 @@ class Client:
         only: Filter | None = None,
         progress_interval: float = PROGRESS_INTERVAL,
     ) -> AsyncGenerator[Message, None]:
-        """As :meth:`kvdock.Client.events`."""
+        """As :meth:`kvdock.Client.events`, but begins when its first message is asked for: errors
+        come then, and what happens before is not told from ``"now"`` on.
+        """
         request = stream_request(start, only or Filter(), progress_interval)
         seconds = max(MISSED_SIGNS * progress_interval, self.timeout)
         with self._errors():

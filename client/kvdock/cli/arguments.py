@@ -38,7 +38,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "--address",
         metavar="ADDRESS",
         default=default_address(),
-        help=f"unix:///PATH or HOST:PORT (${ENVIRONMENT_VARIABLE}, else {default_address()})",
+        help=f"unix:///PATH or HOST:PORT (${ENVIRONMENT_VARIABLE}, else "
+        # A path may contain what argparse would put a value in place of.
+        f"{default_address().replace('%', '%%')})",
     )
     server.add_argument(
         "--timeout",

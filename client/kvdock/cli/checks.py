@@ -25,7 +25,7 @@ from kvdock._version import __version__
 from kvdock.address import ENVIRONMENT_VARIABLE, SOCKET_NAME, Address, parse
 from kvdock.cli.output import duration, size
 from kvdock.client import Client
-from kvdock.errors import DeadlineExceeded, KVDockError
+from kvdock.errors import DeadlineExceeded, InvalidArgument, KVDockError
 from kvdock.pool import Pool
 from kvdock.types import Location, Segment
 from kvdock.v1 import admin_pb2
@@ -90,8 +90,16 @@ def all_findings(address: Address, timeout: float) -> Iterator[Finding]:
 
 def _address(address: Address) -> Finding:
     variable = os.environ.get(ENVIRONMENT_VARIABLE)
-    if variable and parse(variable) == address:
-        return Finding("address", Verdict.OK, f"{address}, from ${ENVIRONMENT_VARIABLE}")
+    try:
+        if variable and parse(variable) == address:
+            return Finding("address", Verdict.OK, f"{address}, from ${ENVIRONMENT_VARIABLE}")
+    except InvalidArgument as error:
+        return Finding(
+            "address",
+            Verdict.WARNING,
+            f"{address}; ${ENVIRONMENT_VARIABLE} cannot be used: {error.message}",
+            f"correct {ENVIRONMENT_VARIABLE}, or unset it",
+        )
     return Finding("address", Verdict.OK, str(address))
 
 

@@ -129,8 +129,8 @@ def lookup(arguments: argparse.Namespace) -> int:
 
 def put(arguments: argparse.Namespace) -> int:
     """``kvdock put``"""
-    if arguments.file == arguments.tokens == inputs.STDIO:
-        raise InvalidArgument("both --file and --tokens would be read from stdin")
+    if arguments.file == inputs.STDIO and inputs.are_from_stdin(arguments):
+        raise InvalidArgument("both --file and the keys would be read from stdin")
     content = inputs.content(arguments.file)
     with _client(arguments) as client:
         if arguments.register and not arguments.chunk_tokens:

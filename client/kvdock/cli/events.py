@@ -12,6 +12,7 @@ from kvdock.client import Client
 from kvdock.errors import InvalidArgument
 from kvdock.events import (
     Batch,
+    Cleared,
     Compacted,
     Cursor,
     Event,
@@ -71,9 +72,10 @@ def _events(message: Message) -> tuple[Event, ...]:
 
 
 def _print_json(message: Message, event: Event) -> None:
-    """One object a line. Its cursor is where to resume after it."""
+    """One object a line. Its cursor is where to resume after it, null where that cannot be."""
+    place = _place(message, event)
     line: dict[str, object] = {
-        "cursor": str(_place(message, event)),
+        "cursor": None if place is None else str(place),
         "event": type(event).__name__.lower(),
         "namespace": event.namespace,
     }
@@ -104,15 +106,18 @@ def _print_line(message: Message, event: Event) -> None:
     if isinstance(message, Batch):
         when = datetime.fromtimestamp(message.unix_ms / 1000).strftime("%H:%M:%S.%f")[:-3]
     what = type(event).__name__.lower()
-    key = event.key.hex() if isinstance(event, Stored | Removed) else "everything"
+    key = "everything" if isinstance(event, Cleared) else ""
     group = ""
-    if isinstance(event, Stored | Removed) and event.group_idx is not None:
-        group = f"  group {event.group_idx}"
+    if isinstance(event, Stored | Removed):
+        key = event.key.hex()
+        if event.group_idx is not None:
+            group = f"  group {event.group_idx}"
     print(f"{when:12}  {event.sequence:>10}  {what:7}  {key:64}  {event.namespace}{group}")
 
 
-def _place(message: Message, event: Event) -> Cursor:
-    # Until a snapshot is complete it cannot be resumed, so all of it is at its own cursor.
+def _place(message: Message, event: Event) -> Cursor | None:
     if isinstance(message, SnapshotPiece):
-        return message.cursor
+        # One that is cut off cannot be resumed: what was not told yet would never be.
+        is_complete = message.last and event is message.stored[-1]
+        return message.cursor if is_complete else None
     return Cursor(message.cursor.epoch, event.sequence)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import mmap
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvdock.client import Client
@@ -35,10 +35,17 @@ def keys(client: Client, arguments: argparse.Namespace) -> list[bytes]:
                 f"{chunk_tokens}"
             )
         return made
-    texts: Iterable[str] = arguments.keys
-    if arguments.keys == [STDIO]:
+    texts: Sequence[str] = arguments.keys
+    if are_from_stdin(arguments):
         texts = _read_text(STDIO).split()
+        if not texts:
+            raise InvalidArgument("stdin has no keys")
     return [key(text) for text in texts]
+
+
+def are_from_stdin(arguments: argparse.Namespace) -> bool:
+    """Whether the keys, or the token ids that they are made of, are read from there."""
+    return [STDIO] in ([arguments.tokens], arguments.keys)
 
 
 def key(text: str) -> bytes:

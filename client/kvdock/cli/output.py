@@ -26,6 +26,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 # Seconds after which a transfer gets a progress bar.
 _PATIENCE = 1.0
@@ -47,23 +48,28 @@ def print_json_list(values: Iterable[object]) -> None:
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Prints a table on stdout. Numbers stand to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table = Table(title=Text(title, "bold"), title_justify="left", header_style="dim")
     for index, name in enumerate(header):
         is_number = bool(rows) and all(isinstance(row[index], int) for row in rows)
         table.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row))
+        table.add_row(*(_cell(f"{cell:,}" if isinstance(cell, int) else cell) for cell in row))
     Console().print(table)
 
 
 def print_facts(title: str, facts: Iterable[tuple[str, object]]) -> None:
     """Prints names and values in two columns on stdout."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    table = Table(title=Text(title, "bold"), title_justify="left", show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(name, str(value))
+        table.add_row(name, _cell(value))
     Console().print(table)
+
+
+def _cell(value: object) -> Text:
+    """The value as it is: in a plain string rich would look for markup and emoji."""
+    return Text(str(value))
 
 
 def message_to_json(message: Message) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from kvdock.events.messages import (
     Removed,
     SnapshotPiece,
     Stored,
+    Unknown,
 )
 
 __all__ = [
@@ -51,5 +52,6 @@ __all__ = [
     "Removed",
     "SnapshotPiece",
     "Stored",
+    "Unknown",
     "Update",
 ]

@@ -8,9 +8,10 @@ reader would work through what is long past, and neither side would know.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
@@ -93,24 +94,25 @@ class Follower:
         attempts = _Attempts()
         while not self._closed.is_set():
             delay = _FIRST_DELAY
-            messages = self._client.events(
-                self.index.start, only=self.index.only, progress_interval=self._progress_interval
-            )
             try:
-                for message in messages:
-                    attempts.succeeded()
-                    update = _apply(self.index, message)
-                    if update is None:
-                        break
-                    yield update
+                with contextlib.closing(self._messages()) as messages:
+                    for message in messages:
+                        attempts.succeeded()
+                        update = _apply(self.index, message)
+                        if update is None:
+                            break
+                        yield update
             except KVDockError as error:
                 if self._closed.is_set():
                     return
                 delay = attempts.failed(error)
                 yield Update((), error)
-            finally:
-                messages.close()
             self._closed.wait(delay)
+
+    def _messages(self) -> Generator[Message, None, None]:
+        return self._client.events(
+            self.index.start, only=self.index.only, progress_interval=self._progress_interval
+        )
 
     def close(self) -> None:
         """Ends the iteration and the connection."""

@@ -17,6 +17,7 @@ from kvdock.events.messages import (
     Removed,
     SnapshotPiece,
     Stored,
+    Unknown,
 )
 
 
@@ -137,6 +138,8 @@ class Index:
                 gone = [_gone(part, event.sequence) for part in reversed(parts.values())]
                 del self._parts[event.namespace]
                 return gone
+            case Unknown():
+                return []
 
     def _piece(self, piece: SnapshotPiece) -> list[Stored | Removed]:
         if self._coming_cursor != piece.cursor:
@@ -148,14 +151,30 @@ class Index:
             return []
         before, self._parts, self._coming = self._parts, self._coming, {}
         self._cursor, self._coming_cursor = piece.cursor, None
+        anew = self._told_anew(before)
         changes: list[Stored | Removed] = [
             _gone(part, piece.cursor.sequence)
             for parts in before.values()
             for part in reversed(parts.values())
-            if self.parts(part.namespace).get(part.id) != part
+            if part.id in anew or part.id not in self
         ]
-        changes += [part for part in self if before.get(part.namespace, {}).get(part.id) != part]
+        changes += [
+            part
+            for part in self
+            if part.id in anew or part.id not in before.get(part.namespace, ())
+        ]
         return changes
+
+    def _told_anew(self, before: Mapping[str, Mapping[PartId, Stored]]) -> set[PartId]:
+        """Parts that stayed but are removed and stored: they differ, or their parent does, without
+        which nobody can have them meanwhile."""
+        anew: set[PartId] = set()
+        for part in self:
+            old = before.get(part.namespace, {}).get(part.id)
+            parent = PartId(part.namespace, part.parent_key, part.group_idx)
+            if old is not None and (old != part or parent in anew):
+                anew.add(part.id)
+        return anew
 
 
 def _gone(part: Stored, sequence: int) -> Removed:

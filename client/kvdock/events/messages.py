@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final, NamedTuple
 
 from kvdock._verbs import within_limits
 from kvdock.errors import InvalidArgument
-from kvdock.types import ChunkEventData, GroupKind
+from kvdock.types import ChunkEventData, GroupKind, ProtocolEnum
 from kvdock.v1 import events_pb2 as pb
 
 PROGRESS_INTERVAL: Final = 10.0
@@ -18,17 +17,13 @@ MISSED_SIGNS: Final = 3
 """After so many intervals without any message the server counts as lost."""
 
 
-class Medium(IntEnum):
+class Medium(ProtocolEnum):
     """Where bytes are. The names are vLLM's."""
 
     UNSPECIFIED = pb.MEDIUM_UNSPECIFIED
     GPU = pb.MEDIUM_GPU
     CPU = pb.MEDIUM_CPU
     STORAGE = pb.MEDIUM_STORAGE
-
-    @classmethod
-    def _missing_(cls, value: object) -> Medium:
-        return cls.UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +110,15 @@ class Cleared:
     namespace: str
 
 
-Event = Stored | Removed | Cleared
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Something that only newer clients know: it has a number, and changes nothing here."""
+
+    sequence: int = field(compare=False)
+    namespace: str
+
+
+Event = Stored | Removed | Cleared | Unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,8 @@ def message_from_proto(message: pb.StreamKVEventsResponse) -> Message:
             return Batch(cursor, batch.unix_ms, tuple(map(_event, batch.events)))
         case "snapshot":
             piece = message.snapshot
-            return SnapshotPiece(cursor, tuple(map(_stored, piece.stored)), piece.last)
+            stored = tuple(_stored(event) for event in piece.stored if event.HasField("stored"))
+            return SnapshotPiece(cursor, stored, piece.last)
         case "compacted":
             return Compacted(cursor, Cursor.from_proto(message.compacted.oldest))
         case _:
@@ -187,8 +191,10 @@ def _event(event: pb.Event) -> Event:
                 Medium(gone.medium),
                 gone.group_idx if gone.HasField("group_idx") else None,
             )
-        case _:
+        case "cleared":
             return Cleared(event.sequence, event.namespace)
+        case _:
+            return Unknown(event.sequence, event.namespace)
 
 
 def _stored(event: pb.Event) -> Stored:
@@ -221,17 +227,20 @@ class Filter:
         return self == Filter()
 
 
+@within_limits("events")
 def stream_request(
     start: Cursor | str, only: Filter, progress_interval: float
 ) -> pb.StreamKVEventsRequest:
     """The request for a stream from a cursor, ``"now"`` or ``"snapshot"``."""
-    with within_limits("events"):
-        request = pb.StreamKVEventsRequest(
-            namespaces=only.namespaces,
-            group_idx=only.group_idx,
-            medium=pb.Medium.ValueType(only.medium),
-            progress_interval_ms=round(progress_interval * 1000),
-        )
+    request = pb.StreamKVEventsRequest(
+        namespaces=only.namespaces,
+        group_idx=only.group_idx,
+        medium=pb.Medium.ValueType(only.medium),
+        progress_interval_ms=round(progress_interval * 1000),
+    )
+    if not request.progress_interval_ms:
+        # On the wire 0 is the server's own interval, and whoever asks waits by the one asked for.
+        raise InvalidArgument(f"progress_interval is {progress_interval:g} s: give at least 0.1")
     if isinstance(start, Cursor):
         request.after.CopyFrom(start.to_proto())
     elif start == "snapshot":

@@ -276,7 +276,9 @@ class ReserveRequest(google.protobuf.message.Message):
     group_idx: builtins.int
     """The group. Absent for a namespace without groups."""
     parent_key: builtins.bytes
-    """Key of the chunk before the first. Empty if the first is the first of a prompt."""
+    """Key of the chunk before the first. Empty, or 32 zero bytes, if the first is the first of a
+    prompt.
+    """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -475,7 +477,9 @@ class StoreRequest(google.protobuf.message.Message):
     group_idx: builtins.int
     """The group. Absent for a namespace without groups."""
     parent_key: builtins.bytes
-    """Key of the chunk before the first. Empty if the first is the first of a prompt."""
+    """Key of the chunk before the first. Empty, or 32 zero bytes, if the first is the first of a
+    prompt.
+    """
     ready_event: builtins.bytes
     """64-byte CUDA IPC event handle; the copy starts when the event is done. Empty: at once."""
     timeout_ms: builtins.int
@@ -726,7 +730,9 @@ class PutOpen(google.protobuf.message.Message):
     kv_worker_id: builtins.int
     """Which shard the bytes are."""
     parent_key: builtins.bytes
-    """Key of the chunk before the first. Empty if the first is the first of a prompt."""
+    """Key of the chunk before the first. Empty, or 32 zero bytes, if the first is the first of a
+    prompt.
+    """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
