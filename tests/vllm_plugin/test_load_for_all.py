@@ -25,7 +25,7 @@ from kvdock_vllm.transfers.fence import Fence
 from kvdock_vllm.transfers.server import ServerCopies
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-from test_fills import CHUNK, KEYS, READERS, TARGET, Engine
+from one_engine import CHUNK, KEYS, READERS, TARGET, Engine
 
 LOAD = GroupLoad(0, None, 0, len(KEYS), 0, tuple(TARGET))
 
