@@ -10,6 +10,7 @@ import hashlib
 import json
 import platform
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from kvdock_vllm.metadata import GroupPages, WorkerDescription
 from kvdock_vllm.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -108,7 +109,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
     model: Any = vllm_config.model_config
     hf_config: Any = model.hf_config
     facts: dict[str, Any] = {
-        "weights": _weights(model.model, model),
+        "weights": _weights(model.model, model, vllm_config.load_config),
         # With whatever overrides the user gave.
         "config": _without_paths(hf_config.to_dict()),
         "dtype": str(model.dtype),
@@ -123,7 +124,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
         draft: Any = getattr(speculative, "draft_model_config", None)
         facts["draft"] = [
             str(getattr(speculative, "method", None)),
-            _weights(draft.model, draft) if draft is not None else None,
+            _weights(draft.model, draft, vllm_config.load_config) if draft is not None else None,
         ]
     return facts
 
@@ -155,12 +156,23 @@ def _packing(vllm_config: VllmConfig) -> list[str]:
     return [platform.machine(), torch.backends.cpu.get_cpu_capability(), vllm.__version__]
 
 
-def _weights(name: str, model: ModelConfig) -> list[str | None]:
-    """Identity of a checkpoint: a repository and commit, or the files of a local folder."""
+def _weights(name: str, model: ModelConfig, load: LoadConfig) -> list[str | None]:
+    """Identity of a checkpoint: a repository and commit, or the files of a local folder.
+
+    Where that says nothing of the weights (made up, streamed from elsewhere, in files of a kind
+    that is not known here) they are no other engine's.
+    """
     path = Path(name)
+    is_streamed = bool(getattr(model, "model_weights", ""))
+    if load.load_format == "dummy" or is_streamed or (path.exists() and not _has_weights(path)):
+        return ["of this engine", secrets.token_hex(16)]
     if path.exists():
         return ["files", files_digest(path)]
     return ["repository", name, _revision(model)]
+
+
+def _has_weights(path: Path) -> bool:
+    return path.is_file() or any(file.suffix in _WEIGHT_SUFFIXES for file in path.iterdir())
 
 
 def _revision(model: Any) -> str | None:

@@ -49,6 +49,9 @@ class ParallelStrategy:
     """Rank in the engine; data parallelism makes engines, not ranks."""
     prefill_context_size: int = 1
     decode_context_size: int = 1
+    data_size: int = 1
+    """Engines that compute their steps together: those of a mixture of experts. To all others vLLM
+    gives 1."""
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "prefill_context", "decode_context"):
@@ -75,6 +78,14 @@ class ParallelStrategy:
     def world_size(self) -> int:
         """Workers of the engine. Each of them loads, under a lock of its own."""
         return self.tensor_size * self.pipeline_size
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether a step without computation keeps nobody else from computing.
+
+        With pipeline stages other steps are under way, and with ``data_size`` other engines wait.
+        """
+        return self.pipeline_size == 1 and self.data_size == 1
 
     @property
     def tensor_rank(self) -> int:
@@ -137,6 +148,7 @@ class ParallelStrategy:
             pipeline_size=parallel.pipeline_parallel_size,
             prefill_context_size=getattr(parallel, "prefill_context_parallel_size", 1),
             decode_context_size=getattr(parallel, "decode_context_parallel_size", 1),
+            data_size=getattr(parallel, "data_parallel_size", 1),
             # Only workers know their rank. Some launchers count it over all data-parallel engines,
             # which come first in vLLM's order of ranks.
             worker_id=parallel.rank % parallel.world_size if is_worker else 0,

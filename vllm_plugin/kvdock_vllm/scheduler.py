@@ -70,8 +70,7 @@ EXTRA_TOKENS_KEYS = ("num_kvdock_extra_cached_tokens", "num_lmcache_extra_cached
 _MOST_KEYS = 16_384
 
 # An engine that computes nothing may wait so long for answers in one step: that is less than the
-# empty step after which it would ask again. With pipeline stages a step that computes nothing does
-# not say so: others are under way.
+# empty step after which it would ask again. But not where others wait for its steps.
 _IDLE_WAIT_SECONDS = 0.002
 
 # How long the engine's start and a reset may wait for the server.
@@ -135,7 +134,8 @@ class SchedulerHalf:
             Teller(vllm_config, kv_cache_config),
             workers=self._strategy.world_size,
         )
-        self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.pipeline_size == 1 else 0.0
+        self._stores_at_the_end = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
+        self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.steps_alone else 0.0
         self._idle_seconds = self._idle_wait
         """What is left of that in this step."""
         # For the next step's metadata.
@@ -390,7 +390,7 @@ class SchedulerHalf:
         """What becomes complete in this step."""
         specs: list[StoreSpec] = []
         live = self._live()
-        if live is None:
+        if live is None or self._stores_at_the_end:
             return specs
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             record = self._records.get(request_id)
@@ -555,6 +555,17 @@ def _cannot_continue_prompts(vllm_config: VllmConfig, strategy: ParallelStrategy
 
     chunked = bool(vllm_config.scheduler_config.enable_chunked_prefill)
     return current_platform.is_cpu() and strategy.use_mla and not chunked
+
+
+def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether blocks given out anew are zeroed before a connector can end the stores that read
+    them, so that only blocks may be stored that are held: those of requests that have ended.
+
+    vLLM's V2 runner (of 0.32 and 0.33) does so with caches of several precisions: in
+    ``update_requests``, before ``handle_preemptions``.
+    """
+    zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    return bool(zeroes and getattr(vllm_config, "use_v2_model_runner", True))
 
 
 def _ended_by_itself(request: Request) -> bool:

@@ -70,8 +70,8 @@ _SESSION_SECONDS = 2.0
 _FLUSH_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
-# In a step without computation an engine has nothing to do but to wait for loads, unless it has
-# pipeline stages: then other steps are under way. It looks for new requests so often.
+# In a step without computation an engine has nothing to do but to wait for loads, where nobody else
+# waits for its steps. It looks for new requests so often.
 _IDLE_WAIT_SECONDS = 0.005
 # How often it is made sure that a session has registered on which loads wait for that.
 _REGISTRATION_SECONDS = 1.0
@@ -146,7 +146,7 @@ class WorkerHalf:
         # Of the engine's thread:
         self._unsubmitted: list[_StoreJob] = []
         self._open_stores: dict[str, set[_StoreJob]] = defaultdict(set)
-        self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.pipeline_size == 1 else 0.0
+        self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.steps_alone else 0.0
         self._num_loads = 0
         """Under way."""
         self._unanswered: list[_Ended] = []
@@ -216,9 +216,11 @@ class WorkerHalf:
     def handle_preemptions(self, metadata: StepMetadata) -> None:
         """Ends the stores that read blocks into which others write in this step.
 
-        They may finish if that takes no longer than a moment; else they are told to stop. A copy of
-        which it cannot be said that it ended before is never committed.
+        What has not begun is given up. The rest may finish if that takes no longer than a moment;
+        else it is told to stop. A copy of which it cannot be said that it ended before is never
+        committed.
         """
+        self.start_stores()
         overwritten = set(metadata.overwritten)
         if not overwritten:
             return
@@ -228,6 +230,8 @@ class WorkerHalf:
             for job in open_jobs
             if job.spec.job_id in overwritten
         ]
+        for job in jobs:
+            self._withdraw(job)
         if _wait_all([job.ended for job in jobs], _FLUSH_SECONDS):
             return
         late = [job for job in jobs if not job.ended.is_set()]
@@ -238,6 +242,9 @@ class WorkerHalf:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Notes what there is to do, before anything of it is done or asked for."""
+        # Of the step before, where wait_for_save never came: vLLM's V1 runner with pipeline stages
+        # and speculative decoding asks the last stage only.
+        self.start_stores()
         if metadata.news is not None:
             self._load_threads.submit(self._expect, metadata.news)
         for spec in metadata.stores:
@@ -381,8 +388,11 @@ class WorkerHalf:
 
     def _give_up(self, job: _StoreJob) -> None:
         job.given_up.set()
-        if job.future is not None and job.future.cancel():
-            # It had not begun, so that no thread will report it.
+        self._withdraw(job)
+
+    def _withdraw(self, job: _StoreJob) -> None:
+        """Ends a store that no thread has begun, and so none will report."""
+        if not job.ended.is_set() and job.future is not None and job.future.cancel():
             self._end(_Ended(Stats(), store=job, refused_from=job.spec.first_chunk))
 
     def _end(self, ended: _Ended) -> None:
@@ -428,6 +438,12 @@ class WorkerHalf:
             raise CopyStoppedError
         live = self._link.wait(target.epoch, _SESSION_SECONDS)
         if live is None:
+            if self._breaker.failed():
+                _log.warning(
+                    "worker %d is not connected to the server that the scheduler found: it loads "
+                    "and stores nothing until it is",
+                    self._strategy.worker_id,
+                )
             raise CopyStoppedError
         return live.session
 

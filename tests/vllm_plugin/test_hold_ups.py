@@ -1,0 +1,183 @@
+"""Stores that wait, workers without session, stages that are not told when to save, blocks that are
+zeroed before anybody is asked: none of them holds an engine up, or makes it answer wrongly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from modelkit import Llama, make_checkpoint, random_prompt
+from simulator import BLOCK_TOKENS, CHUNK_TOKENS, SimulatedEngine
+
+from kvdock.errors import PoolUnmappable
+from kvdock_vllm import scheduler
+from kvdock_vllm.copier import Copier
+from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.transfers.shared import SharedTransfers
+
+C = CHUNK_TOKENS
+
+
+@pytest.fixture
+def start_engine(
+    start_server: Callable[..., Any], tmp_path: Path
+) -> Iterator[Callable[..., SimulatedEngine]]:
+    server = start_server("--chunk-tokens", str(C))
+    model = make_checkpoint(tmp_path / "tiny", Llama(layers=1))
+    engines: list[SimulatedEngine] = []
+
+    def start(**arguments: Any) -> SimulatedEngine:
+        engines.append(SimulatedEngine(model, server.address, **arguments))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    pieces = Copier._pieces
+
+    def slowly(self: Copier, *arguments: Any) -> Iterator[Any]:
+        for piece in pieces(self, *arguments):
+            time.sleep(seconds)
+            yield piece
+
+    monkeypatch.setattr(Copier, "_pieces", slowly)
+
+
+def pressed(engine: SimulatedEngine) -> list[int]:
+    """Two requests of which the first one's stores are under way, in a cache that is too small for
+    both; the second one's prompt."""
+    engine.add("large", random_prompt(8 * C, seed=1), max_tokens=100)
+    for _ in range(20):
+        engine.step()
+        if engine.connector._of_scheduler._stores.under_way:
+            break
+    engine.step()
+    small = random_prompt(C + 2, seed=2)
+    engine.add("small", small, max_tokens=100)
+    return small
+
+
+def test_a_store_that_waits_behind_another_does_not_stop_a_step(
+    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine(num_blocks=42, max_num_batched_tokens=1024)
+    engine.generate(random_prompt(2 * C, seed=9))
+    engine.forget()
+    with monkeypatch.context() as patch:
+        slow_copies(patch, 0.3)
+        pressed(engine)
+        longest = 0.0
+        for _ in range(150):
+            began = time.monotonic()
+            engine.step()
+            longest = max(longest, time.monotonic() - began)
+    assert engine.overwritten
+    assert longest < 1
+    engine.run()
+
+
+@pytest.mark.parametrize(("v2", "zeroing", "expected"), [(True, True, True), (True, False, False),
+                                                         (False, True, False)])  # fmt: skip
+def test_who_zeroes_blocks_unasked(v2: bool, zeroing: bool, expected: bool) -> None:
+    config: Any = SimpleNamespace(use_v2_model_runner=v2)
+    caches: Any = SimpleNamespace(needs_kv_cache_zeroing=zeroing)
+    assert scheduler._zeroes_blocks_unasked(config, caches) is expected
+
+
+def zeroes(*configs: Any) -> bool:
+    return True
+
+
+def test_blocks_that_are_zeroed_too_early_are_not_stored_as_they_are_then(
+    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As of a model with layers of two precisions, on vLLM's V2 runner, which needs a GPU.
+    config = "vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing"
+    monkeypatch.setattr(config, property(lambda self: True))
+    monkeypatch.setattr(scheduler, "_zeroes_blocks_unasked", zeroes)
+    engine = start_engine(num_blocks=42, max_num_batched_tokens=1024)
+    batch = engine._batch
+
+    def zero_and_batch(output: Any) -> Any:
+        for block in output.new_block_ids_to_zero or ():
+            for rank in engine.ranks:
+                for view in rank.views[0]:
+                    view[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS] = 0
+        return batch(output)
+
+    monkeypatch.setattr(engine, "_batch", zero_and_batch)
+    engine.generate(random_prompt(2 * C, seed=9))
+    engine.forget()
+    with monkeypatch.context() as patch:
+        slow_copies(patch, 0.05)
+        small = pressed(engine)
+        for _ in range(150):
+            engine.step()
+    engine.run()
+    engine.forget()
+    other = start_engine()
+    extra = {"num_kvdock_extra_cached_tokens": None}
+    outcome = other.generate(small, kv_transfer_params=extra)  # which checks the bytes
+    assert outcome.kv_transfer_params == {"num_kvdock_extra_cached_tokens": C}
+
+
+def test_a_worker_without_session_holds_nobody_up(
+    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: SharedTransfers, session: Any) -> None:
+        raise PoolUnmappable("there is no /dev/shm here")
+
+    monkeypatch.setattr(SharedTransfers, "prepare", refuse)
+    engine = start_engine(num_blocks=64)
+    began = time.monotonic()
+    for number in range(20):
+        engine.add(str(number), random_prompt(2 * C, seed=number), max_tokens=2)
+    engine.run()
+    assert time.monotonic() - began < 15
+    assert all(len(outcome.tokens) == 2 for outcome in engine.outcomes.values())
+
+
+def test_a_stage_that_is_never_told_to_save_stores_with_its_next_step(
+    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine(tensor_size=2)
+    monkeypatch.setattr(engine.ranks[0].connector, "wait_for_save", lambda: None)
+    engine.generate(random_prompt(2 * C, seed=9))
+    engine.forget()
+    engine.add("long", random_prompt(C, seed=1), max_tokens=400)
+    while not engine.outcomes["long"].tokens:
+        engine.step()
+    for number in range(6):
+        engine.add(str(number), random_prompt(2 * C, seed=10 + number), max_tokens=2)
+    short = [outcome for name, outcome in engine.outcomes.items() if name != "long"]
+
+    def held() -> bool:
+        return any(request.is_finished() for request in engine.scheduler.requests.values())
+
+    while held() or any(outcome.finish_reason is None for outcome in short):
+        engine.step()
+    assert engine.outcomes["long"].finish_reason is None
+    engine.run()
+
+
+def test_only_who_steps_alone_waits_in_a_step() -> None:
+    def strategy(**sizes: int) -> ParallelStrategy:
+        settings = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "rank": 0} | sizes
+        settings["world_size"] = (
+            settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]
+        )
+        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(**settings))
+        caches: Any = SimpleNamespace(kv_cache_groups=[])
+        return ParallelStrategy.from_vllm(config, caches, is_worker=True)
+
+    assert strategy().steps_alone
+    assert strategy(tensor_parallel_size=2).steps_alone
+    assert not strategy(pipeline_parallel_size=2).steps_alone
+    assert not strategy(data_parallel_size=2).steps_alone
