@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from modelkit import Llama, make_checkpoint, random_prompt
 from simulator import BLOCK_TOKENS, CHUNK_TOKENS, SimulatedEngine
+from vllm.v1.core.sched.interface import PauseState
 
 from kvdock.errors import PoolUnmappable
 from kvdock_vllm import scheduler
@@ -181,3 +182,25 @@ def test_only_who_steps_alone_waits_in_a_step() -> None:
     assert strategy(tensor_parallel_size=2).steps_alone
     assert not strategy(pipeline_parallel_size=2).steps_alone
     assert not strategy(data_parallel_size=2).steps_alone
+
+
+def test_an_engine_goes_to_sleep_when_nothing_reads_its_blocks(
+    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine()
+    engine.generate(random_prompt(2 * C, seed=9))
+    engine.forget()
+    slow_copies(monkeypatch, 0.1)
+    engine.add("one", random_prompt(4 * C, seed=1), max_tokens=300)
+    while not engine.connector._of_scheduler._stores.under_way:
+        engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # what sleep(mode="keep") does
+    deadline = time.monotonic() + 20
+    while engine.scheduler.has_requests():
+        engine.step()
+        assert time.monotonic() < deadline
+    assert not engine.connector._of_scheduler._stores.under_way
+    (rank,) = engine.ranks
+    assert not any(rank.connector._of_worker._open_stores.values())
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()

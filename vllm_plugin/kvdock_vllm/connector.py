@@ -243,8 +243,10 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @_never_raises(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Has an idle engine step once more, so that the workers hear of the server in time."""
-        return self._of_scheduler.has_news_for_workers
+        """Has an idle engine step on: so that the workers hear of the server in time, and until no
+        store is under way, since an engine that is put to sleep gives its cache's memory back.
+        """
+        return self._of_scheduler.has_work_for_workers
 
     @_never_raises(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

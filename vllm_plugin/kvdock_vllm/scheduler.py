@@ -206,9 +206,9 @@ class SchedulerHalf:
         return None if self._stale_jobs else self._link.current
 
     @property
-    def has_news_for_workers(self) -> bool:
-        """The workers do not know yet which namespace they will need."""
-        return self._link.current not in (None, self._told)
+    def has_work_for_workers(self) -> bool:
+        """The workers do not know yet which namespace they will need, or are storing."""
+        return self._link.current not in (None, self._told) or bool(self._stores.under_way)
 
     def _news(self) -> Target | None:
         live = self._link.current
