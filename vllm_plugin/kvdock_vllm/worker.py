@@ -65,8 +65,9 @@ _STORE_THREADS = 1
 
 # The scheduler's half found the server, so this one's session is only a moment behind.
 _SESSION_SECONDS = 2.0
-# How long blocks that are given away may be read to the end, and how long it takes at most until a
-# copy that was told to stop has stopped.
+# How long stores of blocks that are given away may wait for their turn, how long these may be read
+# to the end, and how long it takes at most until a copy that was told to stop has stopped.
+_TURN_SECONDS = 0.25
 _FLUSH_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
@@ -216,7 +217,7 @@ class WorkerHalf:
     def handle_preemptions(self, metadata: StepMetadata) -> None:
         """Ends the stores that read blocks into which others write in this step.
 
-        What has not begun is given up. The rest may finish if that takes no longer than a moment;
+        What does not begin in a moment is given up. The rest may finish if that does not take long;
         else it is told to stop. A copy of which it cannot be said that it ended before is never
         committed.
         """
@@ -230,6 +231,8 @@ class WorkerHalf:
             for job in open_jobs
             if job.spec.job_id in overwritten
         ]
+        if _wait_all([job.ended for job in jobs], _TURN_SECONDS):
+            return
         for job in jobs:
             self._withdraw(job)
         if _wait_all([job.ended for job in jobs], _FLUSH_SECONDS):
