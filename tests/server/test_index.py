@@ -348,7 +348,7 @@ def test_chunks_that_leave_are_not_kept_in_memory_by_cycles(way: str) -> None:
         core.index.evict(None)
         del found, writing, slot
         space = core.index.space("n")
-        alive = [thing for thing in gc.get_objects() if isinstance(thing, Chunk)]
+        alive = [thing for thing in gc.get_objects() if type(thing) is Chunk]
         assert not [chunk for chunk in alive if chunk.space is space]
     finally:
         gc.enable()
