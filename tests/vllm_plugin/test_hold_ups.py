@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from modelkit import Llama, make_checkpoint, random_prompt
+from simkit import slow_copies
 from simulator import BLOCK_TOKENS, CHUNK_TOKENS, SimulatedEngine
 from vllm.v1.core.sched.interface import PauseState
 
 from kvdock.errors import PoolUnmappable
 from kvdock_vllm import scheduler
-from kvdock_vllm.copier import Copier
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers.shared import SharedTransfers
 
@@ -38,17 +38,6 @@ def start_engine(
     yield start
     for engine in engines:
         engine.close()
-
-
-def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    pieces = Copier._pieces
-
-    def slowly(self: Copier, *arguments: Any) -> Iterator[Any]:
-        for piece in pieces(self, *arguments):
-            time.sleep(seconds)
-            yield piece
-
-    monkeypatch.setattr(Copier, "_pieces", slowly)
 
 
 def pressed(engine: SimulatedEngine) -> list[int]:

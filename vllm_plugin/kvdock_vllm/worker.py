@@ -220,6 +220,10 @@ class WorkerHalf:
         What does not begin in a moment is given up. The rest may finish if that does not take long;
         else it is told to stop. A copy of which it cannot be said that it ended before is never
         committed.
+
+        Called in every step, first of all. So it also begins stores of the step before that nobody
+        has begun: with speculative decoding vLLM's V1 runner calls wait_for_save in the last
+        pipeline stage only.
         """
         self.start_stores()
         overwritten = set(metadata.overwritten)
@@ -245,9 +249,6 @@ class WorkerHalf:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Notes what there is to do, before anything of it is done or asked for."""
-        # Of the step before, where wait_for_save never came: vLLM's V1 runner with pipeline stages
-        # and speculative decoding asks the last stage only.
-        self.start_stores()
         if metadata.news is not None:
             self._load_threads.submit(self._expect, metadata.news)
         for spec in metadata.stores:

@@ -196,7 +196,8 @@ class Index:
         """
         self._now += 1
         for span in spans:
-            for part in span.parts[-1:] if _is_full_attention(span) else span.parts:
+            only_last = span.parts and _is_full_attention(span.parts[-1])
+            for part in span.parts[-1:] if only_last else span.parts:
                 part.last_used = self._now
 
     def part(self, space: Space, position: int, key: bytes) -> Part | None:
@@ -493,9 +494,8 @@ class Index:
 
         Without that one no hit reaches the chunk, so nothing else of it is of use.
         """
-        groups = chunk.space.namespace.groups
         leaving = [part for part in parts if part is not None]
-        if any(groups[part.position].kind is GroupKind.FULL_ATTENTION for part in leaving):
+        if any(map(_is_full_attention, leaving)):
             leaving = [part for part in chunk.parts if part is not None]
         for part in leaving:
             self.totals.evicted_parts += part.visible
@@ -510,10 +510,9 @@ class Index:
     def _evictable(self, part: Part) -> bool:
         if not part.visible or part.pins:
             return False
-        chunk = part.chunk
-        if chunk.space.namespace.groups[part.position].kind is not GroupKind.FULL_ATTENTION:
+        if not _is_full_attention(part):
             return True
-        return not chunk.has_children and not _in_use(chunk)
+        return not part.chunk.has_children and not _in_use(part.chunk)
 
     def _offer(self, chunk: Chunk) -> None:
         """Tell the policy which parts of a chunk may go."""
@@ -566,11 +565,8 @@ def _in_use(chunk: Chunk) -> bool:
     return any(part is not None and (part.pins or part.writing) for part in chunk.parts)
 
 
-def _is_full_attention(span: HitSpan) -> bool:
-    return any(
-        part.chunk.space.namespace.groups[span.position].kind is GroupKind.FULL_ATTENTION
-        for part in span.parts[:1]
-    )
+def _is_full_attention(part: Part) -> bool:
+    return part.chunk.space.namespace.groups[part.position].kind is GroupKind.FULL_ATTENTION
 
 
 def _cost(roots: Iterable[Chunk], most: int | None = None) -> int:
