@@ -161,6 +161,31 @@ def test_a_prompt_shorter_than_a_chunk_asks_nothing(engine: SimulatedEngine, kvd
     assert status(kvdock).counters.lookups == 0
 
 
+def test_an_engine_that_has_all_itself_waits_for_no_answer(
+    engine: SimulatedEngine, kvdock: Any
+) -> None:
+    question = prompt(4 * C + BLOCK_TOKENS // 2)
+    engine.generate(question)
+    half = engine.connector._of_scheduler
+    stored = half._stores._num_jobs
+    os.kill(kvdock.process.pid, signal.SIGSTOP)
+    try:
+        engine.add("short", question, kv_transfer_params=ASK)
+        engine.add("long", question, max_tokens=C, kv_transfer_params=ASK)
+        for _ in range(3):
+            engine.step()
+        assert extra(engine.outcomes["short"]) == 0
+        assert len(engine.outcomes["long"].tokens) == 3
+        assert half._records["long"].lookup is not None
+        assert half._stores._num_jobs == stored, "what is there already is not known yet"
+    finally:
+        os.kill(kvdock.process.pid, signal.SIGCONT)
+    engine.run()
+    assert half._stores._num_jobs == stored + 1, "only what was generated"
+    assert status(kvdock).index.chunks == 5
+    assert_nothing_held(kvdock)
+
+
 def test_what_is_stored_is_not_copied_again(engine: SimulatedEngine, kvdock: Any) -> None:
     engine.generate(prompt(4 * C))
     for _ in range(2):

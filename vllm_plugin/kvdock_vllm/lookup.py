@@ -40,6 +40,8 @@ class Lookup:
         self.live = live
         self.state = State.ASKED
         self.error: KVDockError | None = None
+        self.most_tokens = len(keys) * self.target.chunk_tokens
+        """No answer can bring more than these."""
         self.hit_chunks = 0
         """Chunks that can be had; 0 until ANSWERED."""
         self.locked: dict[int | None, range] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvdock.keys import KeyChain
 from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.lookup import Lookup
+from kvdock_vllm.lookup import Lookup, State
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -63,6 +63,15 @@ class Record:
         """The request has got more blocks."""
         for table, more in zip(self.tables, tables, strict=True):
             table.extend(more)
+
+    def take_lookup(self) -> Lookup | None:
+        """The lookup, whose lease is the caller's now. What it found need not be stored."""
+        lookup, self.lookup = self.lookup, None
+        if lookup is not None and lookup.state is State.ANSWERED:
+            # Assigned, not added to: the scheduler may have asked many times.
+            self.stored_chunks = lookup.hit_chunks
+            self.stored_epoch = lookup.target.epoch
+        return lookup
 
     def forget_lookup(self) -> None:
         """Gives back what is locked for the request, unless a load has it."""

@@ -247,12 +247,11 @@ class SchedulerHalf:
             if record.lookup is None:
                 return 0, False
         lookup = record.lookup
-        began = time.monotonic()
-        if lookup.poll(self._idle_seconds):
-            self._count(lookup)
-        self._idle_seconds -= time.monotonic() - began
+        # An engine that has all that could be cached does not wait to hear of it.
+        is_wanted = lookup.most_tokens > num_computed_tokens
+        self._poll(lookup, self._idle_seconds if is_wanted else 0.0)
         if lookup.state is State.ASKED:
-            return None, False
+            return (None if is_wanted else 0), False
         lookup.num_computed_tokens = num_computed_tokens
         hit_tokens = lookup.hit_chunks * lookup.target.chunk_tokens
         if self._whole_prompts_only and request.num_tokens - hit_tokens > 1:
@@ -266,17 +265,11 @@ class SchedulerHalf:
         """Loads ``num_external_tokens``, which is what the scheduler made of the answer."""
         record = self._record(request)
         record.set_tables(blocks.get_block_ids())
-        lookup, record.lookup = record.lookup, None
-        if lookup is not None and lookup.state is State.ANSWERED:
-            # Assigned, not added to: the scheduler may have asked many times.
-            record.stored_chunks = lookup.hit_chunks
-            record.stored_epoch = lookup.target.epoch
         if num_external_tokens > 0:
-            self._load(record, lookup, num_external_tokens)
+            self._load(record, record.take_lookup(), num_external_tokens)
             return
         record.admitted = True
-        if lookup is not None:
-            lookup.close()
+        self._note_answer(record)
 
     def _record(self, request: Request) -> Record:
         record = self._records.get(request.request_id)
@@ -302,6 +295,28 @@ class SchedulerHalf:
             readers=self._strategy.world_size,
             timeout=self._config.lookup_timeout,
         )
+
+    def _poll(self, lookup: Lookup, seconds: float = 0.0) -> None:
+        """Looks for an answer, and waits so long for it, at the cost of this step's idle time."""
+        began = time.monotonic()
+        if lookup.poll(seconds):
+            self._count(lookup)
+        if seconds > 0:
+            self._idle_seconds -= time.monotonic() - began
+
+    def _note_answer(self, record: Record) -> bool:
+        """Ends the lookup of a request that loads nothing, once it is answered: the answer says
+        what need not be stored. False while it is awaited.
+        """
+        lookup = record.lookup
+        if lookup is None:
+            return True
+        self._poll(lookup)
+        if lookup.state is State.ASKED:
+            return False
+        record.take_lookup()
+        lookup.close()
+        return True
 
     def _count(self, lookup: Lookup) -> None:
         """Notes how a lookup ended."""
@@ -390,11 +405,11 @@ class SchedulerHalf:
         """What becomes complete in this step."""
         specs: list[StoreSpec] = []
         live = self._live()
-        if live is None or self._stores_at_the_end:
-            return specs
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             record = self._records.get(request_id)
-            if record is None:
+            if record is None or not self._note_answer(record):
+                continue
+            if live is None or self._stores_at_the_end:
                 continue
             request = record.request
             computed = request.num_computed_tokens
@@ -481,13 +496,14 @@ class SchedulerHalf:
         record = self._records.pop(request.request_id, None)
         if record is None:
             return False, None
+        is_known = self._note_answer(record)
         record.forget_lookup()
         answer = _extra_tokens_answer(request, record)
         if request.request_id in self._loads:
             # vLLM waits for the end of the load by itself.
             return False, answer
         live = self._live()
-        if live is not None and _ended_by_itself(request):
+        if live is not None and is_known and _ended_by_itself(request):
             # The last chunk may have become known only with the last step's tokens. The last token
             # itself was never computed.
             num_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
