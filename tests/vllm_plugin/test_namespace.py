@@ -131,16 +131,25 @@ def test_rewritten_weights_are_others_even_at_their_old_place(tmp_path: Path) ->
     assert derive(describe(folder)).name != before
 
 
-def test_weights_of_which_nothing_is_known_are_no_other_engines(tmp_path: Path) -> None:
+def test_weights_of_which_nothing_is_known_are_no_other_engines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_checkpoint(tmp_path / "tiny", TINY)
     made_up = describe(model, load_format="dummy")
     streamed = describe(model)
     streamed.model_config.model_weights = "s3://somewhere/else"
     known = derive(describe(model)).name
+    assert "itself alone" not in caplog.text
     for weights in model.glob("*.safetensors"):
         weights.rename(weights.with_suffix(".tensors"))
-    for config in (made_up, streamed, describe(model)):
+    for config, why in (
+        (made_up, "made up"),
+        (streamed, "streamed from elsewhere"),
+        (describe(model), "kinds that are not known"),
+    ):
+        caplog.clear()
         assert len({known, derive(config).name, derive(config).name}) == 3
+        assert why in caplog.text
 
 
 def test_rotary_embeddings_that_depend_on_the_longest_prompt(tmp_path: Path) -> None:

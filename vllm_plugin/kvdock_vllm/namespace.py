@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import re
 import secrets
@@ -23,6 +24,8 @@ from kvdock_vllm.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
+
+_log = logging.getLogger(__name__)
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -163,12 +166,27 @@ def _weights(name: str, model: ModelConfig, load: LoadConfig) -> list[str | None
     that is not known here) they are no other engine's.
     """
     path = Path(name)
-    is_streamed = bool(getattr(model, "model_weights", ""))
-    if load.load_format == "dummy" or is_streamed or (path.exists() and not _has_weights(path)):
+    if (why := _why_unknown(path, model, load)) is not None:
+        _log.warning(
+            "what this engine caches is for itself alone, also after its next start: the weights "
+            "of %s %s, so nobody can tell whether another engine has the same",
+            name,
+            why,
+        )
         return ["of this engine", secrets.token_hex(16)]
     if path.exists():
         return ["files", files_digest(path)]
     return ["repository", name, _revision(model)]
+
+
+def _why_unknown(path: Path, model: ModelConfig, load: LoadConfig) -> str | None:
+    if load.load_format == "dummy":
+        return "are made up (load_format is dummy)"
+    if getattr(model, "model_weights", ""):
+        return "are streamed from elsewhere"
+    if path.exists() and not _has_weights(path):
+        return f"are in files of kinds that are not known here ({', '.join(_WEIGHT_SUFFIXES)} are)"
+    return None
 
 
 def _has_weights(path: Path) -> bool:
