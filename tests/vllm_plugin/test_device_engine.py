@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from modelkit import Llama, make_checkpoint, random_prompt
-from simulator import CHUNK_TOKENS, SimulatedEngine
+from modelkit import random_prompt
+from simkit import C, StartEngine
 
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.transfers.device import DeviceTransfers
 
-C = CHUNK_TOKENS
 ASK = {"num_kvdock_extra_cached_tokens": None}
 
 
@@ -27,27 +24,8 @@ def _device_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_choose_transfers", choose)
 
 
-@pytest.fixture
-def kvdock(start_server: Callable[..., Any]) -> Any:
-    return start_server("--chunk-tokens", str(C))
-
-
-@pytest.fixture
-def start_engine(kvdock: Any, tmp_path: Path) -> Iterator[Callable[..., SimulatedEngine]]:
-    model = make_checkpoint(tmp_path / "tiny", Llama(layers=1))
-    engines: list[SimulatedEngine] = []
-
-    def start(**arguments: Any) -> SimulatedEngine:
-        engines.append(SimulatedEngine(model, kvdock.address, **arguments))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
-
-
 def test_what_one_engine_stores_another_loads(
-    start_engine: Callable[..., SimulatedEngine],
+    start_engine: StartEngine,
 ) -> None:
     prompt = random_prompt(4 * C + 9, seed=1)
     cold = start_engine(tensor_size=2)
@@ -61,9 +39,7 @@ def test_what_one_engine_stores_another_loads(
     assert warm.counted["loaded_chunks"] == 8
 
 
-def test_a_server_that_comes_back_is_used_again(
-    start_engine: Callable[..., SimulatedEngine], kvdock: Any
-) -> None:
+def test_a_server_that_comes_back_is_used_again(start_engine: StartEngine, kvdock: Any) -> None:
     engine = start_engine()
     prompt = random_prompt(2 * C + 9, seed=2)
     for life in (1, 2):

@@ -4,40 +4,19 @@ zeroed before anybody is asked: none of them holds an engine up, or makes it ans
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from modelkit import Llama, make_checkpoint, random_prompt
-from simkit import slow_copies
-from simulator import BLOCK_TOKENS, CHUNK_TOKENS, SimulatedEngine
+from modelkit import random_prompt
+from simkit import C, StartEngine, slow_copies
+from simulator import BLOCK_TOKENS, SimulatedEngine
 from vllm.v1.core.sched.interface import PauseState
 
 from kvdock.errors import PoolUnmappable
 from kvdock_vllm import scheduler
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers.shared import SharedTransfers
-
-C = CHUNK_TOKENS
-
-
-@pytest.fixture
-def start_engine(
-    start_server: Callable[..., Any], tmp_path: Path
-) -> Iterator[Callable[..., SimulatedEngine]]:
-    server = start_server("--chunk-tokens", str(C))
-    model = make_checkpoint(tmp_path / "tiny", Llama(layers=1))
-    engines: list[SimulatedEngine] = []
-
-    def start(**arguments: Any) -> SimulatedEngine:
-        engines.append(SimulatedEngine(model, server.address, **arguments))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
 
 
 def pressed(engine: SimulatedEngine) -> list[int]:
@@ -55,7 +34,7 @@ def pressed(engine: SimulatedEngine) -> list[int]:
 
 
 def test_a_store_that_waits_behind_another_does_not_stop_a_step(
-    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_engine(num_blocks=42, max_num_batched_tokens=1024)
     engine.generate(random_prompt(2 * C, seed=9))
@@ -86,7 +65,7 @@ def zeroes(*configs: Any) -> bool:
 
 
 def test_blocks_that_are_zeroed_too_early_are_not_stored_as_they_are_then(
-    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As of a model with layers of two precisions, on vLLM's V2 runner, which needs a GPU.
     config = "vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing"
@@ -119,7 +98,7 @@ def test_blocks_that_are_zeroed_too_early_are_not_stored_as_they_are_then(
 
 
 def test_a_worker_without_session_holds_nobody_up(
-    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: SharedTransfers, session: Any) -> None:
         raise PoolUnmappable("there is no /dev/shm here")
@@ -135,7 +114,7 @@ def test_a_worker_without_session_holds_nobody_up(
 
 
 def test_a_stage_that_is_never_told_to_save_stores_with_its_next_step(
-    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_engine(tensor_size=2)
     monkeypatch.setattr(engine.ranks[0].connector, "wait_for_save", lambda: None)
@@ -174,7 +153,7 @@ def test_only_who_steps_alone_waits_in_a_step() -> None:
 
 
 def test_an_engine_goes_to_sleep_when_nothing_reads_its_blocks(
-    start_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_engine()
     engine.generate(random_prompt(2 * C, seed=9))
