@@ -137,6 +137,12 @@ def test_groups_that_vllm_keeps_for_itself_are_refused() -> None:
         group_shapes(KVCacheConfig(6, [], [group]), "some/model")
 
 
+def test_a_stage_without_a_layer_of_some_group_is_refused() -> None:
+    groups = [KVCacheGroupSpec(["a"], full()), KVCacheGroupSpec([], window(8))]
+    with pytest.raises(UnsupportedModelError, match=r"some/model.*pipeline_parallel_size"):
+        group_shapes(KVCacheConfig(6, [], groups), "some/model")
+
+
 # -- which blocks -----------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from modelkit import Llama, make_checkpoint
 from vllm import EngineArgs
+from vllm.config import LoRAConfig, MultiModalConfig
 
 from kvdock.types import GroupKind, Namespace
 from kvdock_vllm.groups import GroupShape
@@ -57,7 +59,8 @@ def derive(
 ) -> Namespace:
     strategy = strategy or ParallelStrategy(False, 1, 1, 0)
     workers = {
-        worker: WorkerDescription(worker, (pages(worker),)) for worker in range(strategy.world_size)
+        worker: WorkerDescription(worker, (pages(worker),), strategy.use_mla)
+        for worker in range(strategy.world_size)
     }
     return derive_namespace(config, model_facts(config), strategy, [shape], workers, chunk_tokens)
 
@@ -114,6 +117,94 @@ def test_whatever_makes_the_bytes_others_makes_another_namespace(
     assert len({namespace.name for namespace in found}) == len(found)
 
 
+def adapted(config: Any, modules: list[str]) -> None:
+    config.lora_config = LoRAConfig(target_modules=modules)
+
+
+def media(config: Any, **settings: Any) -> None:
+    config.model_config.multimodal_config = MultiModalConfig(**settings)
+
+
+def loader(config: Any, extra: dict[str, Any]) -> None:
+    config.load_config.model_loader_extra_config = extra
+
+
+def llama4(config: Any, longest: int, **generation: Any) -> None:
+    config.model_config.hf_config.model_type = "llama4_text"
+    config.model_config.max_model_len = longest
+    config.model_config.override_generation_config = generation
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [lambda c: None, lambda c: adapted(c, ["q_proj"]), lambda c: adapted(c, ["v_proj"])],
+        [
+            lambda c: media(c),
+            lambda c: media(c, mm_processor_kwargs={"fps": 1}),
+            lambda c: media(c, mm_processor_kwargs={"fps": 4}),
+            lambda c: media(c, media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}}),
+            lambda c: media(c, video_pruning_rate=0.5),
+        ],
+        [lambda c: None, lambda c: loader(c, {"pattern": "a"})],
+        [
+            lambda c: llama4(c, 32768),
+            lambda c: llama4(c, 131072),
+            lambda c: llama4(c, 131072, attn_temperature_tuning=False),
+        ],
+    ],
+)
+def test_settings_of_the_engine_that_change_what_a_token_sees(
+    model: Path, changes: list[Callable[[Any], None]]
+) -> None:
+    plain = describe(model)
+    names = set()
+    for change in changes:
+        one, same = copy.deepcopy(plain), copy.deepcopy(plain)
+        change(one)
+        change(same)
+        assert derive(one).name == derive(same).name
+        names.add(derive(one).name)
+    assert len(names) == len(changes)
+
+
+def test_scales_that_an_engine_measures_are_its_own(model: Path) -> None:
+    config = describe(model)
+    object.__setattr__(config.cache_config, "calculate_kv_scales", True)
+    config.kv_transfer_config.engine_id = "the same after its next start"
+    assert derive(config).name != derive(config).name
+
+
+def test_a_repository_is_the_commit_of_its_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--tuned"
+    for name, commit in (("main", "1" * 40), ("v2", "2" * 40)):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / name).write_text(commit)
+
+    def weights(name: str = "org/tuned", **settings: Any) -> list[str]:
+        config = describe(model)
+        config.model_config.model = name
+        config.model_config.hf_config._commit_hash = settings.pop("commit", None)
+        for setting, value in settings.items():
+            setattr(config.model_config, setting, value)
+        found: list[str] = model_facts(config)["weights"]
+        return found
+
+    assert weights(commit="3" * 40) == ["repository", "org/tuned", "3" * 40]
+    assert weights() == ["repository", "org/tuned", "1" * 40]
+    assert weights(revision="v2") == ["repository", "org/tuned", "2" * 40]
+    assert weights(revision="4" * 40) == ["repository", "org/tuned", "4" * 40]
+    elsewhere = {"hf_config_path": "org/base", "commit": "3" * 40}
+    assert weights(**elsewhere) == ["repository", "org/tuned", "1" * 40]
+    assert weights(revision="v2", **elsewhere) == ["repository", "org/tuned", "2" * 40]
+    assert weights("org/tuned:Q4_K", **elsewhere) == ["repository", "org/tuned:Q4_K", "1" * 40]
+    assert weights("org/nowhere") != weights("org/nowhere")
+
+
 def test_what_does_not_matter_does_not_part_engines(model: Path, tmp_path: Path) -> None:
     name = derive(describe(model)).name
     mounted = tmp_path / "tiny"
@@ -138,6 +229,8 @@ def test_weights_of_which_nothing_is_known_are_no_other_engines(
     made_up = describe(model, load_format="dummy")
     streamed = describe(model)
     streamed.model_config.model_weights = "s3://somewhere/else"
+    by_plugin = describe(model)
+    by_plugin.load_config.load_format = "tensorizer"
     known = derive(describe(model)).name
     assert "itself alone" not in caplog.text
     for weights in model.glob("*.safetensors"):
@@ -145,6 +238,7 @@ def test_weights_of_which_nothing_is_known_are_no_other_engines(
     for config, why in (
         (made_up, "made up"),
         (streamed, "streamed from elsewhere"),
+        (by_plugin, "load_format is tensorizer"),
         (describe(model), "kinds that are not known"),
     ):
         caplog.clear()

@@ -6,11 +6,12 @@ of these tests also proves that what was loaded is right.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from vllm.lora.request import LoRARequest
 from kvdock_vllm import affinity
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.copier import Copier
+from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.worker import WorkerHalf
 
 # -- hits -------------------------------------------------------------------------------------
@@ -572,6 +574,45 @@ def test_a_request_larger_than_the_pool(model: Path, start_server: StartServer) 
         assert_nothing_held(kvdock)
 
 
+# -- what the workers say ---------------------------------------------------------------------
+
+
+def strategies(monkeypatch: pytest.MonkeyPatch, use_mla: Callable[[int | None], bool]) -> None:
+    """Of the scheduler (None) and of each worker: is every layer of latent attention?"""
+    from_vllm = ParallelStrategy.from_vllm
+
+    def build(*arguments: Any, is_worker: bool) -> ParallelStrategy:
+        strategy = from_vllm(*arguments, is_worker=is_worker)
+        worker = strategy.worker_id if is_worker else None
+        return dataclasses.replace(strategy, use_mla=use_mla(worker))
+
+    monkeypatch.setattr(ParallelStrategy, "from_vllm", build)
+
+
+def test_a_draft_model_that_the_scheduler_does_not_see(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells the scheduler of the first layer of a group, here one of latent attention."""
+    strategies(monkeypatch, lambda worker: worker is None)
+    engine = start_engine(tensor_size=2)
+    engine.generate(prompt(4 * C))
+    engine.forget()
+    assert extra(engine.generate(prompt(4 * C), kv_transfer_params=ASK)) == 4 * C
+    assert engine.counted["stored_chunks"] == 8
+    assert not engine.counted.get("failed_loads")
+
+
+def test_a_draft_model_of_one_stage_alone_is_refused(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategies(monkeypatch, lambda worker: worker != 1)
+    engine = start_engine(tensor_size=2)
+    engine.generate(prompt(4 * C))
+    assert "some stages divide their KV cache" in caplog.text
+    assert not engine.counted.get("lookups")
+    assert not engine.counted.get("stored_chunks")
+
+
 # -- reset ------------------------------------------------------------------------------------
 
 
@@ -583,6 +624,26 @@ def test_a_reset_clears_the_server_too(start_engine: StartEngine, kvdock: Any) -
     assert extra(engine.generate(prompt(4 * C), kv_transfer_params=ASK)) == 0
     engine.forget()
     assert extra(engine.generate(prompt(4 * C), kv_transfer_params=ASK)) == 4 * C
+
+
+def test_what_runs_on_through_a_reset_is_not_stored_again(
+    start_engine: StartEngine, kvdock: Any
+) -> None:
+    """It was computed with what the reset is for: other weights, mostly."""
+    engine = start_engine()
+    engine.add("runs", prompt(3 * C), max_tokens=3 * C)
+    for _ in range(C // 2):
+        engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "blocks are in use"
+    half = engine.connector._of_scheduler
+    while half._stale_jobs:
+        engine.step()
+    for _ in range(2 * C):
+        engine.step()
+    assert status(kvdock).index.chunks == 0
+    assert engine.preempt_all()
+    engine.run()
+    assert status(kvdock).index.chunks > 3, "after preemption all is computed anew"
 
 
 def test_a_reset_reaches_stores_that_are_under_way(

@@ -81,6 +81,11 @@ class KVDockConnector(KVConnectorBase_V1):
         _tell_hit_source(self)
         config = Config.from_vllm(vllm_config)
         model = vllm_config.model_config.model
+        if getattr(vllm_config.model_config, "is_diffusion", False):
+            raise UnsupportedModelError(
+                f"KVDock does not support the model {model}: it generates by diffusion, whose "
+                "steps need not compute the KV of what they show"
+            )
         shapes = group_shapes(kv_cache_config, model)
         if loads_fail_whole(shapes) and not _MAY_FAIL_WHOLE:
             raise UnsupportedModelError(

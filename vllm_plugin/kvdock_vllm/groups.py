@@ -113,6 +113,11 @@ def _shape(group: KVCacheGroupSpec, group_idx: int | None) -> GroupShape:
         anything, "enable_kv_transfer", True
     ):
         raise UnsupportedModelError("it has a group of KV caches that vLLM does not let out")
+    if not group.layer_names:
+        raise UnsupportedModelError(
+            "a pipeline stage has no layer of one of its groups of KV caches; choose another "
+            "pipeline_parallel_size"
+        )
     found = {_kind_and_window(spec) for spec in group_specs(group)}
     if len(found) != 1:
         raise UnsupportedModelError(

@@ -13,11 +13,10 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdock.keys import CacheSalt, Extra, LoRA, MultiModalItem, PromptEmbeds
-from kvdock_vllm.namespace import files_digest, last_change
+from kvdock_vllm.weights import files_digest, last_change, local_folder
 
 if TYPE_CHECKING:
     import torch
@@ -45,13 +44,22 @@ class CacheScope:
 NOT_CACHED = CacheScope((), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """What a name of an adapter stands for, and where its files are."""
+
+    place: tuple[int, str]
+    key: LoRA | None
+    """None if its requests are not cached."""
+
+
 class ScopeReader:
     """Reads the scope of requests. One an engine, since it remembers which adapter was loaded."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._model_dtype: Any = vllm_config.model_config.dtype
         self._items_are_named_by_content = _items_are_named_by_content(vllm_config)
-        self._adapters: dict[tuple[str, int, str], LoRA | None] = {}
+        self._adapters: dict[str, _Adapter] = {}
         self._began = time.time()
 
     def scope(self, request: Request, chunk_tokens: int) -> CacheScope:
@@ -83,47 +91,40 @@ class ScopeReader:
         return CacheScope(tuple(extras), limit)
 
     def _adapter(self, lora: LoRARequest) -> LoRA | None:
-        """None if it is not certain which weights run.
+        """None if it is not certain which weights run, or have run under that name.
 
         Nobody tells when the engine loads an adapter: at its start, by a call, or with a request.
         Files that have not changed since the start are what it loaded, and those of a request that
         has it load them anew. What is written there later is not what runs.
+
+        vLLM's own cache knows an adapter by its name, in later versions also by its path. What it
+        finds there may be of weights that the name stood for before, and would be stored as of
+        those that it stands for now. So a name whose weights changed is not cached any more.
         """
-        name = (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        known = self._adapters.get(lora.lora_name)
         loads_now = bool(getattr(lora, "load_inplace", False))
-        if name not in self._adapters or loads_now:
-            folder = _adapter_folder(lora.lora_path)
-            if folder is None or (not loads_now and last_change(folder) >= self._began):
-                _log.warning(
-                    "requests with adapter %s are not cached: %s",
-                    lora.lora_name,
-                    f"{lora.lora_path} is no folder of this host"
-                    if folder is None
-                    else f"{folder} was changed after the engine's start, so that it is not "
-                    "certain which weights it has loaded; restart it, or load with load_inplace",
-                )
-                self._adapters[name] = None
-            else:
-                self._adapters[name] = LoRA(lora.lora_name, files_digest(folder))
-        return self._adapters[name]
+        place = (lora.lora_int_id, lora.lora_path)
+        if known is not None and known.place == place and not loads_now:
+            return known.key
+        key, why = self._read_adapter(lora, loads_now)
+        if known is not None and known.key != key:
+            key, why = None, "other weights had its name before; give new ones a new name"
+        if key is None and (known is None or known.key is not None):
+            _log.warning("requests with adapter %s are not cached: %s", lora.lora_name, why)
+        self._adapters[lora.lora_name] = _Adapter(place, key)
+        return key
 
-
-def _adapter_folder(path: str) -> Path | None:
-    """Where vLLM finds an adapter (vllm/lora/utils.py): a folder, perhaps under ~, or a repository
-    of Hugging Face's hub in its local copy. None if neither is there.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute():
-        return None
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repo_id=path, local_files_only=True))
-    except Exception as error:  # of the hub's many kinds: a bad name, nothing there
-        _log.info("adapter %s is not in the hub's local copies: %s", path, error)
-        return None
+    def _read_adapter(self, lora: LoRARequest, loads_now: bool) -> tuple[LoRA | None, str]:
+        """What the adapter's files are now; or None, and why that says nothing."""
+        folder = local_folder(lora.lora_path)
+        if folder is None:
+            return None, f"{lora.lora_path} is no folder of this host"
+        if not loads_now and last_change(folder) >= self._began:
+            return None, (
+                f"{folder} was changed after the engine's start, so that it is not certain which "
+                "weights it has loaded; restart it, or load with load_inplace"
+            )
+        return LoRA(lora.lora_name, files_digest(folder)), ""
 
 
 def _items_are_named_by_content(vllm_config: VllmConfig) -> bool:

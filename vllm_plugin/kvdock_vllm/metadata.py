@@ -31,6 +31,8 @@ class WorkerDescription(KVConnectorHandshakeMetadata):
 
     worker_id: int
     groups: tuple[GroupPages, ...]
+    use_mla: bool
+    """Of its ``ParallelStrategy``: vLLM tells the scheduler of a group's first layer only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import platform
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdock.types import Group, Namespace
+from kvdock_vllm import weights
 from kvdock_vllm.groups import GroupShape
 from kvdock_vllm.layout import UnsupportedLayoutError
 from kvdock_vllm.metadata import GroupPages, WorkerDescription
 from kvdock_vllm.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
-_log = logging.getLogger(__name__)
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_MEDIA_SETTINGS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "language_model_only",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+)
+"""What of vLLM's multimodal configuration changes what a model sees of an item."""
 
 
 def derive_namespace(
@@ -49,7 +56,6 @@ def derive_namespace(
     facts = {
         "model": model,
         "kv_dtype": kv_dtype(vllm_config),
-        "scales": _scales(vllm_config),
         "pages": [[group.pages for group in shard] for shard in shards],
         "groups": [(shape.kind.name, shape.block_tokens, shape.window_tokens) for shape in shapes],
         "chunk_tokens": chunk_tokens,
@@ -110,24 +116,37 @@ def _shard_bytes(
 def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
     """What a token's KV depends on, beside how it is kept."""
     model: Any = vllm_config.model_config
+    load: Any = vllm_config.load_config
     hf_config: Any = model.hf_config
     facts: dict[str, Any] = {
-        "weights": _weights(model.model, model, vllm_config.load_config),
+        "weights": weights.checkpoint(model, load),
+        "loader": [load.load_format, getattr(load, "model_loader_extra_config", None)],
         # With whatever overrides the user gave.
         "config": _without_paths(hf_config.to_dict()),
         "dtype": str(model.dtype),
         "quantization": str(getattr(model, "quantization", None)),
         "quantization_config": repr(getattr(model, "quantization_config", None)),
     }
-    if _rope_depends_on_length(hf_config):
+    if _depends_on_length(hf_config):
         facts["max_model_len"] = model.max_model_len
+        facts["generation"] = getattr(model, "override_generation_config", None)
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        # Found out anew as the engine runs.
+        facts["scales"] = weights.of_this_engine()
+    if (lora := vllm_config.lora_config) is not None and (modules := lora.target_modules):
+        # Of an adapter only these are applied.
+        facts["adapted_modules"] = sorted(modules)
+    multimodal: Any = getattr(model, "multimodal_config", None)
+    if multimodal is not None:
+        # An item's name commits to what its request says of these, not to what the engine does.
+        facts["multimodal"] = {name: getattr(multimodal, name, None) for name in _MEDIA_SETTINGS}
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if speculative is not None:
         # A draft model has layers, and so KV, of its own.
         draft: Any = getattr(speculative, "draft_model_config", None)
         facts["draft"] = [
             str(getattr(speculative, "method", None)),
-            _weights(draft.model, draft, vllm_config.load_config) if draft is not None else None,
+            weights.checkpoint(draft, load) if draft is not None else None,
         ]
     return facts
 
@@ -137,14 +156,6 @@ def kv_dtype(vllm_config: VllmConfig) -> str:
     wanted = str(vllm_config.cache_config.cache_dtype)
     resolved = str(vllm_config.model_config.dtype) if wanted == "auto" else wanted
     return resolved.removeprefix("torch.")
-
-
-def _scales(vllm_config: VllmConfig) -> str:
-    """Quantized KV whose scales an engine finds out as it runs is only good for that engine."""
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        transfer: Any = vllm_config.kv_transfer_config
-        return f"of engine {transfer.engine_id}"
-    return "of checkpoint"
 
 
 def _packing(vllm_config: VllmConfig) -> list[str]:
@@ -159,75 +170,20 @@ def _packing(vllm_config: VllmConfig) -> list[str]:
     return [platform.machine(), torch.backends.cpu.get_cpu_capability(), vllm.__version__]
 
 
-def _weights(name: str, model: ModelConfig, load: LoadConfig) -> list[str | None]:
-    """Identity of a checkpoint: a repository and commit, or the files of a local folder.
-
-    Where that says nothing of the weights (made up, streamed from elsewhere, in files of a kind
-    that is not known here) they are no other engine's.
+def _depends_on_length(hf_config: Any) -> bool:
+    """Some models choose their rotary embedding, or how queries are scaled (Llama 4), by the
+    longest prompt that is allowed.
     """
-    path = Path(name)
-    if (why := _why_unknown(path, model, load)) is not None:
-        _log.warning(
-            "what this engine caches is for itself alone, also after its next start: the weights "
-            "of %s %s, so nobody can tell whether another engine has the same",
-            name,
-            why,
-        )
-        return ["of this engine", secrets.token_hex(16)]
-    if path.exists():
-        return ["files", files_digest(path)]
-    return ["repository", name, _revision(model)]
-
-
-def _why_unknown(path: Path, model: ModelConfig, load: LoadConfig) -> str | None:
-    if load.load_format == "dummy":
-        return "are made up (load_format is dummy)"
-    if getattr(model, "model_weights", ""):
-        return "are streamed from elsewhere"
-    if path.exists() and not _has_weights(path):
-        return f"are in files of kinds that are not known here ({', '.join(_WEIGHT_SUFFIXES)} are)"
-    return None
-
-
-def _has_weights(path: Path) -> bool:
-    return path.is_file() or any(file.suffix in _WEIGHT_SUFFIXES for file in path.iterdir())
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    if str(getattr(text, "model_type", "")).startswith("llama4"):
+        return True
+    found = _canonical([getattr(text, name, None) for name in ("rope_scaling", "rope_parameters")])
+    return any(kind in found for kind in (b"longrope", b'"su"', b"dynamic"))
 
 
 def _revision(model: Any) -> str | None:
-    """The commit that a revision stands for, as far as vLLM or transformers resolved it."""
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    return commit or getattr(model, "revision", None)
-
-
-def files_digest(path: Path) -> str:
-    """Identity of a checkpoint's or adapter's files, which are too large to be read.
-
-    Their names, sizes and times of change: what is written anew is something else, what is only
-    mounted elsewhere is not. What an adapter applies to enters with its text; a model's own
-    configuration enters the namespace as vLLM has read it.
-    """
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(path.iterdir()):
-        if file.name == "adapter_config.json":
-            digest.update(_canonical([file.name, file.read_text()]))
-        elif file.suffix in _WEIGHT_SUFFIXES:
-            status = file.stat()
-            digest.update(_canonical([file.name, status.st_size, status.st_mtime_ns]))
-    return digest.hexdigest()
-
-
-def last_change(path: Path) -> float:
-    """When the latest of those files was written or put there, in seconds since 1970."""
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    found = [file.stat() for file in files]
-    return max((max(status.st_mtime, status.st_ctime) for status in found), default=0.0)
-
-
-def _rope_depends_on_length(hf_config: Any) -> bool:
-    """Some models choose their rotary embedding by the longest prompt that is allowed."""
-    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    found = _canonical([getattr(text, name, None) for name in ("rope_scaling", "rope_parameters")])
-    return any(kind in found for kind in (b"longrope", b'"su"', b"dynamic"))
+    """For people: the commit that a revision stands for, as far as vLLM resolved it."""
+    return getattr(model.hf_config, "_commit_hash", None) or getattr(model, "revision", None)
 
 
 def _without_paths(config: dict[str, Any]) -> dict[str, Any]:

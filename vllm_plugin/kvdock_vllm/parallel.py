@@ -6,7 +6,8 @@ arithmetic on ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvdock_vllm.groups import group_specs
@@ -132,6 +133,21 @@ class ParallelStrategy:
     def stores(self) -> bool:
         """Whether this worker stores its shard. Every worker loads."""
         return self.is_first_tp_rank or not self.use_mla
+
+    def as_workers_say(self, use_mla: Iterable[bool]) -> ParallelStrategy:
+        """The scheduler's, whose configuration names one layer of each group, corrected by what
+        each worker has found.
+
+        Raises ValueError if they differ, as where the last pipeline stage has a draft model.
+        """
+        found = set(use_mla)
+        if len(found) != 1:
+            raise ValueError(
+                "on some workers every layer is of multi-head latent attention, on others not "
+                f"(pipeline_parallel_size={self.pipeline_size}): KVDock does not support a model "
+                "of which some stages divide their KV cache and others do not"
+            )
+        return replace(self, use_mla=found.pop())
 
     @classmethod
     def from_vllm(

@@ -186,7 +186,7 @@ class SchedulerHalf:
             self._namespaces[chunk_tokens] = derive_namespace(
                 self._vllm_config,
                 self._model_facts,
-                self._strategy,
+                self._strategy.as_workers_say(worker.use_mla for worker in self._workers.values()),
                 self._shapes,
                 self._workers,
                 chunk_tokens,
@@ -232,6 +232,8 @@ class SchedulerHalf:
         load is asynchronous.
         """
         record = self._record(request)
+        # Only requests that have computed nothing yet, or nothing any more, are asked about.
+        record.is_of_before = False
         # vLLM 0.26 asks even where it may not read a cache. A partly computed block would be
         # overwritten by a load, and others may be using it.
         if (
@@ -391,13 +393,17 @@ class SchedulerHalf:
         )
         self._new_loads, self._new_stores, self._new_finished = [], [], []
         written, self._overwritten_blocks = self._overwritten_blocks, set()
-        written.update(self._blocks_written(scheduler_output))
-        metadata.overwritten = self._stores.reading(written)
+        # The loads have to reach the workers whatever fails here: vLLM waits for them.
+        try:
+            written.update(self._blocks_written(scheduler_output))
+            metadata.overwritten = self._stores.reading(written)
+        except Exception:
+            _log.exception("which blocks are given out is not known, so all stores end")
+            metadata.overwritten = list(self._stores.under_way)
         try:
             self._track_blocks(scheduler_output)
             metadata.stores += self._plan_stores(scheduler_output)
         except Exception:
-            # The loads have to reach the workers all the same: vLLM waits for them.
             _log.exception("planning what to store failed")
         return metadata
 
@@ -423,6 +429,8 @@ class SchedulerHalf:
     def _plan_store(
         self, record: Record, num_tokens: int, target: Target, *, held_from: int = 0
     ) -> StoreSpec | None:
+        if record.is_of_before:
+            return None
         if not self._config.save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
         return self._stores.plan(record, num_tokens, target, held_from=held_from)
@@ -527,6 +535,7 @@ class SchedulerHalf:
         for record in self._records.values():
             record.forget_lookup()
             record.stored_chunks = 0
+            record.is_of_before = any(record.tables)
         self._stale_jobs = set(self._stores.under_way)
         self._clears_wanted += 1
         done = self._link.renew(_RESET_SECONDS if self._link.current else 0)

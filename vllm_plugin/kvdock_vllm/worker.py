@@ -190,6 +190,7 @@ class WorkerHalf:
                 GroupPages(layout.block_bytes, self._with_kernels(layout.pages))
                 for layout in self._layouts
             ),
+            use_mla=self._strategy.use_mla,
         )
         self._link.start()
 
