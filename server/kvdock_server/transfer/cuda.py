@@ -88,10 +88,7 @@ class DeviceMover:
         try:
             ticket = self._start(piece, table)
         except CudaError:
-            for stream in self._streams:
-                with contextlib.suppress(CudaError):  # the first one is raised
-                    self._driver.synchronize_stream(stream)
-            self.check()
+            self.end_all()
             raise
         self._under_way += 1
         return ticket
@@ -136,8 +133,15 @@ class DeviceMover:
             else:
                 self._driver.synchronize_event(ticket)
         except CudaError:
-            self.check()
+            self.end_all()
             raise
+
+    def end_all(self) -> None:
+        """After an error: nothing is under way any more, ticket or not."""
+        for stream in self._streams:
+            with contextlib.suppress(CudaError):  # the first one is raised
+                self._driver.synchronize_stream(stream)
+        self.check()
 
     def check(self) -> None:
         """After an error: find out whether anything can be copied any more.

@@ -13,6 +13,7 @@ Copy engines pass on what is few copies, a kernel the rest (relay_kernel.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -181,8 +182,18 @@ class Branch:
             except CudaError as error:
                 self.failure = str(error)
                 logger.warning("a reader is not filled from another device: %s", error)
-            self._driver.record_event(self._relay.passed, stream)
+            try:
+                self._driver.record_event(self._relay.passed, stream)
+            except CudaError:
+                # What is queued has no event that anybody could wait for.
+                with contextlib.suppress(CudaError):  # the first one is raised
+                    self._driver.synchronize_stream(stream)
+                raise
             return self._relay.passed
+
+    def end_all(self) -> None:
+        """Nothing of it is under way any more."""
+        self._relay.wait()
 
     def _queue(self, blocks: RelayedBlocks, stream: int) -> None:
         planner, kernel = self._group.planner, self._group.kernel
@@ -241,10 +252,16 @@ class FanOut(BlockTransfer):
         yield waiting
 
     def start(self, piece: Piece) -> int:
-        if isinstance(piece, RelayedBlocks):
+        if not isinstance(piece, RelayedBlocks):
+            return super().start(piece)
+        try:
             ends = [branch.pass_on(piece) for branch in self._branches]
             return self._mover.join([end for end in ends if end is not None])
-        return super().start(piece)
+        except CudaError:
+            for branch in self._branches:
+                branch.end_all()
+            self._mover.end_all()
+            raise
 
     def finish(self) -> None:
         for event in self._events:

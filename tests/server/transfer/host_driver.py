@@ -284,6 +284,13 @@ class HostDriver:
             if event in self._recorded:
                 self._run_last(*self._recorded[event])
 
+    @property
+    def is_copying(self) -> bool:
+        """Something that was queued will still touch memory."""
+        with self._lock:
+            streams = self._streams.copy().values()
+            return any(touched for one in streams for touched, _ in one.queued[one.done :])
+
     def discard_queued(self) -> None:
         """The device failed: what has not happened yet never will."""
         with self._lock:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,12 +41,23 @@ class Failure:
             raise CudaError(name, ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "injected")
 
 
+@contextmanager
+def answered(setting: Setting) -> Iterator[None]:
+    """Whatever the answer, nothing is copied after it."""
+    try:
+        yield
+    finally:
+        assert not setting.driver.is_copying
+
+
 async def a_life(setting: Setting, name: str) -> None:
     """Two workers register, one stores, and loads for both. Nobody is told what is not true."""
     try:
         one, other = [await setting.worker(device, name, pad=3 * device) for device in (0, 1)]
-        await one.registration.store(None, range(4 * PER_CHUNK), setting.slots(one))
-        _, followers = await setting.load(one, [other])
+        with answered(setting):
+            await one.registration.store(None, range(4 * PER_CHUNK), setting.slots(one))
+        with answered(setting):
+            _, followers = await setting.load(one, [other])
         assert setting.is_filled(one)
         assert followers[0].failure is not None or setting.is_filled(other)
     except (DeviceMemoryError, TransferFailedError):
@@ -55,12 +68,14 @@ async def a_life(setting: Setting, name: str) -> None:
 @pytest.mark.usefixtures("small_pieces", "staged")
 @pytest.mark.parametrize("name", ["block-major", "block first, layers apart"])
 @pytest.mark.parametrize("of_device", [False, True])
+@pytest.mark.parametrize("others_first", [False, True])
 async def test_whichever_call_fails_all_is_given_back(
-    name: str, of_device: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, of_device: bool, others_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = 0
     while True:
         setting = Setting()
+        setting.driver.others_first = others_first
         monkeypatch.setattr(gpu, "load_driver", lambda: setting.driver)  # noqa: B023
         failure = Failure(setting, number, of_device=of_device)
         async with asyncio.timeout(10):
