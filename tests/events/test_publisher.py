@@ -22,7 +22,7 @@ from kvdock_server.core import Core
 from kvdock_server.events import wire
 from kvdock_server.events.log import Limits
 from kvdock_server.index.chunk import Part
-from kvdock_server.index.index import Slot
+from kvdock_server.index.index import _MAX_NAMESPACES, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
 
@@ -208,6 +208,14 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
     reserve(core, prompt(1, 2), group_idx=0)
     core.clear("")
     assert not core.events._told
+    for number in range(_MAX_NAMESPACES + 5):
+        name = f"n{number}"
+        core.index.register(Namespace(name, 16, 1, (full(0),)))
+        (slot,) = core.reserve(None, name, 0, 0, b"", prompt(1), data_of(prompt(1)))
+        assert isinstance(slot, Slot)
+        core.seal(slot)
+        core.index.evict(None)
+    assert len(core.events._told) <= _MAX_NAMESPACES
 
 
 class EventsMachine(RuleBasedStateMachine):

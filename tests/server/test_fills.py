@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,36 @@ async def test_who_is_about_to_register_is_waited_for(engine: Engine, late: int)
     assert await (leading or engine.lead(lease)) == [RETRIEVED] * 4
     assert await asking == [RETRIEVED] * 4
     assert [engine.is_filled(reader) for reader in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("late", [0, 1])
+async def test_nobody_waits_longer_than_its_time_for_who_is_about_to_register(
+    engine: Engine, late: int
+) -> None:
+    engine.core.open_session(engine_id="one", role=Role.WORKER, worker_id=late)
+    lease = engine.lookup()
+    began = time.monotonic()
+    if late:
+        assert await engine.lead(lease, timeout_ms=200) == [RETRIEVED] * 4
+    else:
+        assert await engine.ask(1, lease, timeout_ms=200) == [FAILED] * 4
+        engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+    assert time.monotonic() - began < 0.5
+
+
+async def test_a_way_that_is_not_open_in_time_is_none(engine: Engine) -> None:
+    await test_ways_are_open_before_the_first_load(engine)
+    await engine.leave(1)
+    may_go_on = threading.Event()
+    engine.driver.before_call = lambda name: (
+        (name == "can_access_peer" and not may_go_on.wait(5)) or None  # type: ignore[func-returns-value]
+    )
+    engine.workers[1] = await engine.worker(1, 1)
+    lease = engine.lookup()
+    assert await engine.lead(lease, timeout_ms=400) == [RETRIEVED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True] * 3
+    assert engine.core.counters.device_to_device_bytes == len(KEYS) * CHUNK
+    may_go_on.set()
 
 
 @pytest.mark.parametrize("elsewhere", ["gone", "another namespace"])

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from kvdock_server.core import Core
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.chunk import Chunk
+from kvdock_server.index.eviction import LeastRecentlyUsed
 from kvdock_server.index.index import Index, ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
@@ -193,6 +194,27 @@ def test_what_is_locked_is_never_evicted() -> None:
     core.free_locks(None, [(lease.lease_id, 3, 0, None, None)])
     assert store(core, prompt(9)) == [ReserveStatus.RESERVED]
     assert hit(core, prompt(1, 2, 3, 4)) == 3
+
+
+def test_eviction_may_be_done_in_turns() -> None:
+    core = make_core(8)
+    store(core, prompt(1, 2, 3, 4, 5))
+    assert core.index.evict(None, turns=3) == (3, 3 * PAGE_BYTES)
+    assert core.index.evict(PAGE_BYTES, turns=3) == (1, PAGE_BYTES)
+    assert core.index.evict(None, turns=3) == (1, PAGE_BYTES)
+
+
+def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:
+    core = make_core(64 * 40)
+    for turn in range(40):
+        for talk in range(64):
+            path = (talk, *range(turn))
+            parent = prompt(*path)[-2] if turn else b""
+            assert store(core, [key(*path)], parent) == [ReserveStatus.RESERVED]
+    (policy,) = core.index._policies.values()
+    assert isinstance(policy, LeastRecentlyUsed)
+    assert len(policy._heap) < 3 * 64
+    assert core.index.evict(None) == (64 * 40, 64 * 40 * PAGE_BYTES)
 
 
 def test_locks_of_readers_are_apart_and_freeing_twice_frees_once() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
+from kvdock.v1 import types_pb2 as types
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.rpc import session as session_rpc
 from kvdock_server.rpc import verbs
@@ -21,7 +22,7 @@ from kvdock_server.rpc.session import _SessionStream
 from kvdock_server.sessions import Role, Session
 
 sys.path.insert(0, str(Path(__file__).parent))
-from one_engine import KEYS, PER_CHUNK, TARGET, Engine
+from one_engine import BLOCKS, KEYS, PAGE, PER_CHUNK, TARGET, Engine
 
 EVENT = b"e" * 64
 
@@ -53,6 +54,24 @@ async def eternal_requests(*messages: session_pb2.SessionRequest) -> AsyncIterat
     for message in messages:
         yield message
     await asyncio.Event().wait()
+
+
+async def test_a_shard_that_does_not_exist_is_refused_by_name(engine: Engine) -> None:
+    session = engine.core.open_session(
+        engine_id="two", role=Role.WORKER, worker_id=3, kv_worker_id=3
+    )
+    with pytest.raises(RequestError, match=r"kv_worker_id 3: .* has 1 shards"):
+        await engine.worker(3, 0, session=session)
+
+
+async def test_a_group_that_is_described_twice_is_refused(engine: Engine) -> None:
+    request = session_pb2.RegisterMemoryRequest(namespace="model")
+    for _ in range(2):
+        group = request.groups.add(num_blocks=BLOCKS, blocks_per_chunk=PER_CHUNK)
+        group.regions.add(allocation=0, offset=0, block_stride=PAGE, page_bytes=PAGE)
+    request.mode = types.TRANSFER_MODE_SERVER
+    with pytest.raises(RequestError, match="group None is described twice"):
+        await engine.copies.register_memory(engine.workers[0].session, request)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,9 @@ class EvictionPolicy(ABC):
         """Forget the parts that are detached."""
 
 
+_STALE_FOR_ONE = 2
+
+
 class LeastRecentlyUsed(EvictionPolicy):
     """The part whose last use lies furthest back goes first.
 
@@ -56,6 +59,14 @@ class LeastRecentlyUsed(EvictionPolicy):
         if not part.queued:
             part.queued = True
             heappush(self._heap, (part.last_used, next(self._tie), part))
+        # A leaf that was extended stays in the heap. Taken out as fast as others come, such parts
+        # are never many when memory is wanted, which would all be found out at once.
+        for _ in range(_STALE_FOR_ONE):
+            if self._evictable(self._heap[0][2]):
+                break
+            heappop(self._heap)[2].queued = False
+            if not self._heap:
+                break
 
     def first(self) -> Part | None:
         heap = self._heap

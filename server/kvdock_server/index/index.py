@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import merge
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError, invalid
@@ -36,8 +36,13 @@ class Space:
         self.sealed_bytes = 0
 
     def shard_bytes(self, position: int, shard: int) -> int:
-        """Size of one shard; RequestError if nobody has told it yet."""
+        """Size of one shard; RequestError if there is none, or nobody has told its size yet."""
         group = self.namespace.groups[position]
+        if shard >= len(group.shard_bytes):
+            raise invalid(
+                f"kv_worker_id {shard}: namespace {self.namespace.name!r} has "
+                f"{len(group.shard_bytes)} shards"
+            )
         size = group.shard_bytes[shard]
         if not size:
             raise invalid(
@@ -346,11 +351,16 @@ class Index:
 
     # Removing
 
-    def evict(self, wanted_bytes: int | None) -> tuple[int, int]:
-        """Drop unlocked parts until so many bytes are free, or all; (parts, bytes) dropped."""
+    def evict(self, wanted_bytes: int | None, *, turns: int | None = None) -> tuple[int, int]:
+        """Drop unlocked parts until so many bytes are free, or all; (parts, bytes) dropped.
+
+        With ``turns`` it evicts no more often than that.
+        """
         parts = self.totals.evicted_parts
         sealed = self.sealed_bytes
-        while wanted_bytes is None or sealed - self.sealed_bytes < wanted_bytes:
+        for _ in count() if turns is None else range(turns):
+            if wanted_bytes is not None and sealed - self.sealed_bytes >= wanted_bytes:
+                break
             if not self._evict_next():
                 break
         return self.totals.evicted_parts - parts, sealed - self.sealed_bytes
@@ -380,6 +390,8 @@ class Index:
                 Reason.TOO_MANY_NAMESPACES,
                 f"{_MAX_NAMESPACES} namespaces hold something: clear one first",
             )
+        if self.watcher is not None:
+            self.watcher.cleared(self._spaces[empty])
         del self._spaces[empty]
 
     def _add_chunk(self, space: Space, key: bytes, parent: Chunk | None) -> Chunk:

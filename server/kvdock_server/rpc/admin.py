@@ -20,6 +20,9 @@ from kvdock_server.transfer import GpuTransfers
 
 _PARTS_A_MESSAGE = 1_000
 
+# Some 10 ms, after which others are served.
+_EVICTIONS_AT_ONCE = 1_000
+
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """See admin.proto."""
@@ -136,8 +139,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     @unary
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
-        parts, nbytes = self._core.index.evict(request.bytes or None)
-        return pb.EvictResponse(parts=parts, bytes=nbytes)
+        index = self._core.index
+        response = pb.EvictResponse()
+        # Also if all is meant: what others store meanwhile is not.
+        wanted = request.bytes or index.sealed_bytes
+        while response.bytes < wanted:
+            parts, nbytes = index.evict(wanted - response.bytes, turns=_EVICTIONS_AT_ONCE)
+            if not parts and not nbytes:
+                break
+            response.parts += parts
+            response.bytes += nbytes
+            await asyncio.sleep(0)
+        return response
 
 
 def _part_status(space: Space, part: Part) -> pb.PartStatus:

@@ -38,10 +38,10 @@ class Loads:
         """Copy locked chunks to the reader's device, or tell what another's call did for it."""
         deadline = fields.deadline(request, self._core.clock())
         if request.HasField("filled_by"):
-            await self._memory.wait_for(session, [request.filled_by])
+            await self._memory.wait_for(session, [request.filled_by], deadline)
             return await self._ask(session, request, deadline)
         if request.also_fill:
-            await self._memory.wait_for(session, request.also_fill)
+            await self._memory.wait_for(session, request.also_fill, deadline)
         group_idx = verbs.group_idx(request)
         located = self._core.locate(
             session,

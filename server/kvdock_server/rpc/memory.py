@@ -64,8 +64,9 @@ class RegisteredMemory:
                 async with self._has_answered:
                     self._has_answered.notify_all()
 
-    async def wait_for(self, session: Session, readers: Iterable[int]) -> None:
-        """Wait a moment for readers of the same engine that have connected and not registered yet.
+    async def wait_for(self, session: Session, readers: Iterable[int], deadline: float) -> None:
+        """Wait a moment for readers of the same engine that have connected and not registered yet,
+        but for half of the time until ``deadline`` at most.
 
         The workers of an engine register at about the same time, and load soon after.
         """
@@ -84,7 +85,8 @@ class RegisteredMemory:
         if are_settled():
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SETTLED_SECONDS), self._has_answered:
+            seconds = min(SETTLED_SECONDS, (deadline - self._core.clock()) / 2)
+            async with asyncio.timeout(seconds), self._has_answered:
                 await self._has_answered.wait_for(are_settled)
 
     async def _register(
@@ -201,6 +203,8 @@ class RegisteredMemory:
         groups: dict[int | None, GroupLayout] = {}
         for group in request.groups:
             group_idx = verbs.group_idx(group)
+            if group_idx in groups:
+                raise invalid(f"group {group_idx} is described twice: each group once")
             layout = GroupLayout(
                 group.num_blocks,
                 group.blocks_per_chunk,

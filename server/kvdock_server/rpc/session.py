@@ -172,6 +172,7 @@ class _SessionStream:
             await self._room.acquire()
         finally:
             self._session.is_held_up = False
+            self._session.last_seen = self._core.clock()
 
     def _copied(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from kvdock_server.transfer.lane import Job, TransferFailedError
 from kvdock_server.transfer.relay import Branch, FanOut, NoRelayError, Relay
 
 logger = logging.getLogger(__name__)
+
+_OPEN_SECONDS = 5.0
+"""The first way of all may have to wait until its kernel is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,13 @@ class Follower:
         return self._giving_up is not None
 
     async def give_up(self) -> None:
-        """Want nothing any more. Nothing touches the worker's memory for this load on return.
-
-        Goes on when its caller is cancelled. May be called again, and after the load.
+        """Want nothing any more. Nothing touches the worker's memory for this load on return, nor
+        when cancelled. May be called again, and after the load.
         """
         if self._giving_up is None:
             self._giving_up = asyncio.create_task(self._give_up())
-        await asyncio.shield(self._giving_up)
+        await to_its_end(self._giving_up)
+        self._giving_up.result()
 
     # The rest is for the load.
 
@@ -124,6 +128,18 @@ class Relays:
             opened = asyncio.create_task(self._open(sender, receiver))
             self._opened[sender, receiver] = opened
         return asyncio.shield(opened)
+
+    async def open_in_time(
+        self, sender: WorkerMemory, receivers: Sequence[WorkerMemory], deadline: float
+    ) -> list[Relay | None]:
+        """The ways to several workers; None for those that there are not, or not yet.
+
+        Waits for half of the time until ``deadline`` (time.monotonic) at most.
+        """
+        ways = [self.between(sender, receiver) for receiver in receivers]
+        if ways:
+            await asyncio.wait(ways, timeout=min(_OPEN_SECONDS, (deadline - time.monotonic()) / 2))
+        return [way.result() if way.done() else None for way in ways]
 
     async def close(self, worker: WorkerMemory) -> None:
         """Close every way from a worker's memory and to it. Nothing may be under way there."""
@@ -219,10 +235,20 @@ async def until_settled(job: Job) -> None:
         await asyncio.shield(settled)
     except asyncio.CancelledError:
         job.cancel()
-        while not settled.done():
-            try:
-                await asyncio.wait([settled])
-            except asyncio.CancelledError:
-                continue  # the first one is raised below
-        settled.exception()  # seen: it says no more than that the job was cancelled
+        try:
+            await to_its_end(settled)
+        finally:
+            settled.exception()  # seen: it says no more than that the job was cancelled
         raise
+
+
+async def to_its_end(future: asyncio.Future[None]) -> None:
+    """Wait for it to be done. Who is cancelled meanwhile hears of that only then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = cancelled or error
+    if cancelled is not None:
+        raise cancelled

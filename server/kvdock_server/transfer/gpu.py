@@ -248,8 +248,8 @@ class Registration:
         if not len(ids):
             return Copied()
         wanting = [follower for follower in followers if not follower.has_given_up]
-        relays = await asyncio.gather(
-            *[self._relays.between(self._worker, follower.worker) for follower in wanting]
+        relays = await self._relays.open_in_time(
+            self._worker, [follower.worker for follower in wanting], deadline
         )
         self._check_open()
         load = Load(self._worker, group_idx, ids, hosts, ready_event, deadline)

@@ -247,6 +247,27 @@ async def test_a_worker_that_goes_away_in_the_middle(setting: Setting) -> None:
         workers[1].registration.follower()
 
 
+async def test_who_gives_up_in_the_middle_is_not_interrupted(setting: Setting) -> None:
+    workers = await setting.workers()
+    setting.driver.others_first = False
+    gate = Gate(setting.driver, 5)
+    followers = [worker.registration.follower() for worker in workers[1:]]
+    load = asyncio.create_task(setting.load_for(workers[0], followers))
+    await reached(gate)
+    giving_up = asyncio.create_task(followers[0].give_up())
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        giving_up.cancel()
+    await asyncio.sleep(0.01)
+    assert not giving_up.done()  # a copy into its memory is under way
+    gate.open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await giving_up
+    before = [array.copy() for array in workers[1].arrays]
+    await load
+    assert all((one == two).all() for one, two in zip(before, workers[1].arrays, strict=True))
+
+
 async def test_a_leader_that_goes_away_in_the_middle(setting: Setting) -> None:
     workers = await setting.workers()
     gate = Gate(setting.driver, 1)
