@@ -481,7 +481,9 @@ class StoreRequest(google.protobuf.message.Message):
     prompt.
     """
     ready_event: builtins.bytes
-    """64-byte CUDA IPC event handle; the copy starts when the event is done. Empty: at once."""
+    """64-byte CUDA IPC event handle; the copy starts when the event is done. Empty: at once. The server
+    keeps events open for the session's next calls: destroy none before the session has ended.
+    """
     timeout_ms: builtins.int
     """Time after which the copy is given up; what is under way then ends with its piece, some
     milliseconds later, and nothing touches the blocks any more. 0: none.
@@ -629,7 +631,7 @@ class RetrieveRequest(google.protobuf.message.Message):
         cannot be filled, or whose session ends, costs the others nothing. The locks of all of them on
         the range end with this call, as the caller's do; only a reader that has registered no memory
         for the group (as it is in another mode, for one) is left to itself, with its locks. One that
-        has connected and is about to register is waited for, for a second at most.
+        has connected and is about to register is waited for, for a second or half of timeout_ms.
         """
 
     def __init__(
