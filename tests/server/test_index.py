@@ -204,6 +204,38 @@ def test_eviction_may_be_done_in_turns() -> None:
     assert core.index.evict(None, turns=3) == (1, PAGE_BYTES)
 
 
+def test_an_idle_size_makes_room_for_a_busy_one_and_little_is_lost_on_the_way() -> None:
+    """Its prompts grew side by side, so that no run of slots is of one prompt."""
+    slots = 2048
+    core = make_core(slots)
+    core.index.register(Namespace("busy", 16, 1, (full(2 * PAGE_BYTES),)))
+    busy: list[bytes] = []
+
+    def store_busy(number: int) -> None:
+        for known in busy:
+            lease = core.lookup(None, "busy", [known], readers=1, ttl_ms=1).lease
+            assert lease is not None, "what is in use stays"
+            core.leases.release(lease)
+        (slot,) = core.reserve(None, "busy", None, 0, b"", [key(200, number)])
+        assert isinstance(slot, Slot)
+        core.seal(slot)
+        busy.append(key(200, number))
+
+    for number in range(64):
+        store_busy(number)
+    idle = slots - 2 * len(busy)
+    talks = [[talk] for talk in range(64)]
+    for number in range(idle):
+        talk = talks[7 * number % 64]
+        store(core, [key(*talk)], key(*talk[:-1]) if len(talk) > 1 else b"")
+        talk.append(0)
+    assert core.index.space("n").visible_parts == idle
+    for number in range(64, 192):
+        store_busy(number)
+    lost = idle - core.index.space("n").visible_parts
+    assert lost < 4 * 2 * 128
+
+
 def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:
     core = make_core(64 * 40)
     for turn in range(40):

@@ -101,19 +101,19 @@ class Totals:
 
 MakePolicy = Callable[[Callable[[Part], bool]], EvictionPolicy]
 
-# To store a chunk where chunks of other sizes are used less recently, so many of those go at most:
-# enough to move memory to where it is wanted, too few to empty one namespace for another's burst.
-_OTHERS_FOR_ONE = 16
-
-# Where no chunk of the wanted size may go, whole runs of slots are emptied, and what extends the
-# chunks there goes with them: everything, if the beginning of all prompts lies there. So a run that
-# costs few chunks for each of its slots is taken at once, else the cheapest of a few.
+# Where no chunk of the wanted size may go, or chunks of other sizes are older, whole runs of slots
+# are emptied, and what extends the chunks there goes with them: everything, if the beginning of all
+# prompts lies there. So a run that costs few chunks for each of its slots is taken at once, else
+# the cheapest of a few.
 _OTHERS_FOR_A_SLOT = 4
 _RUNS_TO_CHOOSE_FROM = 8
 _OTHERS_AT_ONCE = 20_000
 
-# One reserve looks at about so many chunks and slots for such runs, which takes some 40 ms.
+# One reserve looks at about so many chunks and slots for such runs, which takes some 40 ms; and at
+# so many, and only once in a while, where it could have a chunk of its own size go.
 _LOOKS = 60_000
+_LOOKS_FOR_OLDER = 20_000
+_RESERVES_BETWEEN = 64
 
 _MAX_NAMESPACES = 4_096
 
@@ -137,6 +137,7 @@ class Index:
         self._spaces: dict[str, Space] = {}
         self._sealed: dict[int, Part] = {}  # by offset
         self._pending: dict[Part, float] = {}
+        self._none_older_until: dict[int, int] = {}  # by slot size
         self._now = 0
 
     # Namespaces
@@ -264,7 +265,7 @@ class Index:
         self._now += 1
         outcomes: list[ReserveStatus | Slot] = []
         offsets: list[int] = []
-        others = self._emptiable_runs()
+        others = self._runs_for(size)
         for key in keys:
             chunk = space.chunks.get(key)
             if chunk is None:
@@ -418,16 +419,16 @@ class Index:
             return offset
         policy = self._policies.get(self._slots.slot_bytes(size))
         own = policy.first() if policy is not None else None
-        if own is None:
-            return self._allocate_from_others(size, others)
-        for _ in range(_OTHERS_FOR_ONE):
-            victim = self._first_victim()
-            if victim is None or victim is own:
-                break
-            self._evict(victim.chunk, victim)
-            offset = self._slots.allocate(size)
-            if offset is not None:
+        if own is None or self._first_victim() is not own:
+            offset = self._allocate_from_others(size, others)
+            if own is None or offset is not None:
                 return offset
+            # What is older goes all the same, one for one. In the end runs can be emptied.
+            if (victim := self._first_victim()) is not None:
+                self._evict(victim.chunk, victim)
+                offset = self._slots.allocate(size)
+                if offset is not None:
+                    return offset
         self._evict(own.chunk, own)
         return self._slots.allocate(size)
 
@@ -442,17 +443,30 @@ class Index:
                 return offset
         return None
 
-    def _emptiable_runs(self) -> Iterator[list[Chunk]]:
-        """The chunks in runs of slots of which all, and what extends them, may go at that time."""
-        looks = _LOOKS
+    def _runs_for(self, size: int) -> Iterator[list[Chunk]]:
+        """The emptiable runs for slots of a size: only older ones, if one of that size could go."""
+        slot_bytes = self._slots.slot_bytes(size)
+        policy = self._policies.get(slot_bytes)
+        own = policy.first() if policy is not None else None
+        if own is None:
+            yield from self._emptiable_runs(_LOOKS)
+        elif self._now >= self._none_older_until.get(slot_bytes, 0):
+            yield from self._emptiable_runs(_LOOKS_FOR_OLDER, own.last_used)
+            self._none_older_until[slot_bytes] = self._now + _RESERVES_BETWEEN
+
+    def _emptiable_runs(self, looks: int, before: int | None = None) -> Iterator[list[Chunk]]:
+        """The chunks in runs of slots of which all, and what extends them, may go at that time.
+
+        With ``before`` all of that was used before then, too.
+        """
         taken, found = False, True
         while found and looks > 0:  # what was taken may have made others cheaper
             found, tried = False, 0
             cheapest: list[Chunk] = []
             large: list[Chunk] = []
             least = _OTHERS_AT_ONCE
-            for roots in self._runs_by_age():
-                cost = _cost(roots, least)
+            for roots in self._runs_by_age(before):
+                cost = _cost(roots, least, before)
                 looks -= len(roots) + cost
                 tried += 1
                 if cost > least:
@@ -466,17 +480,19 @@ class Index:
                     tried, cheapest, least = 0, [], _OTHERS_AT_ONCE
                 if looks <= 0:
                     break
-            if not taken and not cheapest and _cost(large):
+            if before is None and not taken and not cheapest and _cost(large):
                 cheapest = large  # much for little, but else a size could never get any room
             if cheapest:
                 found = taken = True
                 yield cheapest
 
-    def _runs_by_age(self) -> Iterator[list[Chunk]]:
+    def _runs_by_age(self, before: int | None) -> Iterator[list[Chunk]]:
         """The chunks in each run of slots that is full, the one with the oldest victim first."""
         tried: set[int] = set()
         victims = merge(*self._policies.values(), key=lambda part: part.last_used)
         for victim in islice(victims, _LOOKS):
+            if before is not None and victim.last_used >= before:
+                return
             if not self._evictable(victim):
                 continue
             offset = next(offset for offset in victim.slots if offset != NO_SLOT)
@@ -577,15 +593,21 @@ def _in_use(chunk: Chunk) -> bool:
     return any(part is not None and (part.pins or part.writing) for part in chunk.parts)
 
 
+def _last_used(chunk: Chunk) -> int:
+    return max((part.last_used for part in chunk.parts if part is not None), default=0)
+
+
 def _is_full_attention(part: Part) -> bool:
     return part.chunk.space.namespace.groups[part.position].kind is GroupKind.FULL_ATTENTION
 
 
-def _cost(roots: Iterable[Chunk], most: int | None = None) -> int:
-    """How many chunks go with these, 0 if one is in use; counts no further than beyond ``most``."""
+def _cost(roots: Iterable[Chunk], most: int | None = None, before: int | None = None) -> int:
+    """How many chunks go with these, 0 if one is in use, or was used since ``before``; counts no
+    further than beyond ``most``.
+    """
     cost = 0
     for chunk in _with_descendants(roots):
-        if _in_use(chunk):
+        if _in_use(chunk) or (before is not None and _last_used(chunk) >= before):
             return 0
         cost += 1
         if most is not None and cost > most:
