@@ -236,6 +236,18 @@ def test_an_idle_size_makes_room_for_a_busy_one_and_little_is_lost_on_the_way() 
     assert lost < 4 * 2 * 128
 
 
+def test_a_size_whose_own_chunks_run_out_goes_on_with_those_of_others() -> None:
+    core = make_core(64)
+    store(core, prompt(0))  # older than those, but alone
+    for slot in other_size(core, 2):
+        assert isinstance(slot, Slot)
+        core.seal(slot)
+    for number in range(1, 60):
+        assert store(core, prompt(number)) == [ReserveStatus.RESERVED]
+    outcomes = core.reserve(None, "other", None, 0, b"", [key(201, n) for n in range(16)])
+    assert all(isinstance(outcome, Slot) for outcome in outcomes)
+
+
 def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:
     core = make_core(64 * 40)
     for turn in range(40):

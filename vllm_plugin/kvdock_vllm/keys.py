@@ -122,7 +122,7 @@ class ScopeReader:
         if not loads_now and last_change(folder) >= self._began:
             return None, (
                 f"{folder} was changed after the engine's start, so that it is not certain which "
-                "weights it has loaded; restart it, or load with load_inplace"
+                "weights it has loaded; restart it, or load them with load_inplace under a new name"
             )
         return LoRA(lora.lora_name, files_digest(folder)), ""
 

@@ -86,6 +86,8 @@ def commit_of(model: ModelConfig, load: LoadConfig) -> str | None:
     """The commit of a repository's weights: the revision asked for, what the configuration came
     with, or what the hub's local copy is of. None if nobody says.
     """
+    from vllm import envs
+
     anything: Any = model
     revision = getattr(anything, "revision", None)
     if revision and _COMMIT.fullmatch(revision):
@@ -95,6 +97,8 @@ def commit_of(model: ModelConfig, load: LoadConfig) -> str | None:
         commit = getattr(anything.hf_config, "_commit_hash", None)
         if commit:
             return str(commit)
+    if envs.VLLM_USE_MODELSCOPE:
+        return None  # whose repositories are others, perhaps of the same name
     # GGUF repositories are named with a file or a quantization behind them.
     repository = "/".join(str(anything.model).split(":")[0].split("/")[:2])
     folder = _hub_folder(repository, revision, getattr(load, "download_dir", None))

@@ -28,8 +28,9 @@ class EvictionPolicy(ABC):
         """The part to evict first; None if none may be evicted."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[Part]:
-        """All parts that are known now, evictable or not any more, the first to go first.
+    def in_order(self, looks: int) -> Iterator[Part]:
+        """The parts that are known now, evictable or not any more, the first to go first; it ends
+        after ``looks`` looks at them.
 
         What changes while this is used changes nothing about it.
         """
@@ -59,32 +60,36 @@ class LeastRecentlyUsed(EvictionPolicy):
         if not part.queued:
             part.queued = True
             heappush(self._heap, (part.last_used, next(self._tie), part))
-        # A leaf that was extended stays in the heap. Taken out as fast as others come, such parts
-        # are never many when memory is wanted, which would all be found out at once.
+        # A leaf that was extended, or used, stays where it was in the heap. Found out as fast as
+        # others come, such parts are never many when memory is wanted, which would wait for all.
         for _ in range(_STALE_FOR_ONE):
-            if self._evictable(self._heap[0][2]):
-                break
-            heappop(self._heap)[2].queued = False
-            if not self._heap:
+            if not self._heap or self._is_right(self._heap[0]):
                 break
 
     def first(self) -> Part | None:
-        heap = self._heap
-        while heap:
-            last_used, _, part = heap[0]
-            if not self._evictable(part):
-                heappop(heap)
-                part.queued = False
-            elif last_used != part.last_used:
-                heapreplace(heap, (part.last_used, next(self._tie), part))
-            else:
-                return part
+        while self._heap:
+            if self._is_right(self._heap[0]):
+                return self._heap[0][2]
         return None
 
-    def __iter__(self) -> Iterator[Part]:
+    def _is_right(self, first: tuple[int, int, Part]) -> bool:
+        """Whether the first one may go first. If not it is put where it belongs."""
+        last_used, _, part = first
+        if not self._evictable(part):
+            heappop(self._heap)
+            part.queued = False
+        elif last_used != part.last_used:
+            heapreplace(self._heap, (part.last_used, next(self._tie), part))
+        else:
+            return True
+        return False
+
+    def in_order(self, looks: int) -> Iterator[Part]:
         self.first()  # forgets those in front of it that are not evictable, once and for all
         heap = self._heap.copy()
-        while heap:
+        for _ in range(min(looks, len(heap))):
+            if not heap:
+                return
             last_used, tie, part = heap[0]
             if last_used == part.last_used:
                 heappop(heap)

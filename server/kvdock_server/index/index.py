@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import merge
-from itertools import count, islice
+from itertools import count
 from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError, invalid
@@ -112,7 +112,7 @@ _OTHERS_AT_ONCE = 20_000
 # One reserve looks at about so many chunks and slots for such runs, which takes some 40 ms; and at
 # so many, and only once in a while, where it could have a chunk of its own size go.
 _LOOKS = 60_000
-_LOOKS_FOR_OLDER = 20_000
+_LOOKS_FOR_OLDER = 10_000
 _RESERVES_BETWEEN = 64
 
 _MAX_NAMESPACES = 4_096
@@ -417,8 +417,7 @@ class Index:
         offset = self._slots.allocate(size)
         if offset is not None:
             return offset
-        policy = self._policies.get(self._slots.slot_bytes(size))
-        own = policy.first() if policy is not None else None
+        own = self._own_victim(size)
         if own is None or self._first_victim() is not own:
             offset = self._allocate_from_others(size, others)
             if own is None or offset is not None:
@@ -435,6 +434,8 @@ class Index:
     def _allocate_from_others(self, size: int, runs: Iterator[list[Chunk]]) -> int | None:
         """Memory taken from chunks of other sizes: whole runs of slots, oldest victims first."""
         for roots in runs:
+            if not roots:
+                return None
             for root in roots:
                 for chunk in reversed(list(_with_descendants([root]))):
                     self._evict(chunk, *chunk.parts)
@@ -444,15 +445,17 @@ class Index:
         return None
 
     def _runs_for(self, size: int) -> Iterator[list[Chunk]]:
-        """The emptiable runs for slots of a size: only older ones, if one of that size could go."""
+        """The emptiable runs for slots of a size. Only older ones as long as one of that size could
+        go; then there is none ([]) until none of that size is left.
+        """
         slot_bytes = self._slots.slot_bytes(size)
-        policy = self._policies.get(slot_bytes)
-        own = policy.first() if policy is not None else None
-        if own is None:
-            yield from self._emptiable_runs(_LOOKS)
-        elif self._now >= self._none_older_until.get(slot_bytes, 0):
+        own = self._own_victim(size)
+        if own is not None and self._now >= self._none_older_until.get(slot_bytes, 0):
             yield from self._emptiable_runs(_LOOKS_FOR_OLDER, own.last_used)
             self._none_older_until[slot_bytes] = self._now + _RESERVES_BETWEEN
+        while self._own_victim(size) is not None:
+            yield []
+        yield from self._emptiable_runs(_LOOKS)
 
     def _emptiable_runs(self, looks: int, before: int | None = None) -> Iterator[list[Chunk]]:
         """The chunks in runs of slots of which all, and what extends them, may go at that time.
@@ -465,10 +468,10 @@ class Index:
             cheapest: list[Chunk] = []
             large: list[Chunk] = []
             least = _OTHERS_AT_ONCE
-            for roots in self._runs_by_age(before):
+            for roots, looked in self._runs_by_age(looks, before):
                 cost = _cost(roots, least, before)
-                looks -= len(roots) + cost
-                tried += 1
+                looks -= looked + cost
+                tried += bool(roots)
                 if cost > least:
                     large = large or roots
                 elif cost:
@@ -486,24 +489,30 @@ class Index:
                 found = taken = True
                 yield cheapest
 
-    def _runs_by_age(self, before: int | None) -> Iterator[list[Chunk]]:
-        """The chunks in each run of slots that is full, the one with the oldest victim first."""
+    def _runs_by_age(self, looks: int, before: int | None) -> Iterator[tuple[list[Chunk], int]]:
+        """The chunks in each run of slots that is full, the one with the oldest victim first, or []
+        for a victim that leads to none; and what was looked at for that.
+        """
         tried: set[int] = set()
-        victims = merge(*self._policies.values(), key=lambda part: part.last_used)
-        for victim in islice(victims, _LOOKS):
+        orders = [policy.in_order(looks) for policy in self._policies.values()]
+        for victim in merge(*orders, key=lambda part: part.last_used):
             if before is not None and victim.last_used >= before:
                 return
-            if not self._evictable(victim):
-                continue
-            offset = next(offset for offset in victim.slots if offset != NO_SLOT)
-            if offset in tried:
+            offset = next((offset for offset in victim.slots if offset != NO_SLOT), None)
+            if offset is None or offset in tried or not self._evictable(victim):
+                yield [], 1
                 continue
             run = self._slots.same_run(offset)
             tried.update(run)
             parts = [part for used in run if (part := self._sealed.get(used)) is not None]
             # Where one lacks somebody is writing. A pinned one may have been cleared since.
-            if len(parts) == len(run) and not any(part.pins for part in parts):
-                yield [part.chunk for part in parts]
+            can_go = len(parts) == len(run) and not any(part.pins for part in parts)
+            yield [part.chunk for part in parts] if can_go else [], 1 + len(run)
+
+    def _own_victim(self, size: int) -> Part | None:
+        """The part to evict first of those whose slots have that size."""
+        policy = self._policies.get(self._slots.slot_bytes(size))
+        return policy.first() if policy is not None else None
 
     def _first_victim(self) -> Part | None:
         """The part to evict first, whatever its size."""

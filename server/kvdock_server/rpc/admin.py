@@ -141,7 +141,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
         index = self._core.index
         response = pb.EvictResponse()
-        # Also if all is meant: what others store meanwhile is not.
+        # Also if all is meant, so that it ends though others store meanwhile.
         wanted = request.bytes or index.sealed_bytes
         while response.bytes < wanted:
             parts, nbytes = index.evict(wanted - response.bytes, turns=_EVICTIONS_AT_ONCE)
