@@ -178,10 +178,12 @@ def test_an_engine_that_has_all_itself_waits_for_no_answer(
             engine.step()
         assert extra(engine.outcomes["short"]) == 0
         assert len(engine.outcomes["long"].tokens) == 3
-        assert half._records["long"].lookup is not None
+        awaited = half._records["long"].lookup
+        assert awaited is not None
         assert half._stores._num_jobs == stored, "what is there already is not known yet"
     finally:
         os.kill(kvdock.process.pid, signal.SIGCONT)
+    awaited._future.result(10)
     engine.run()
     assert half._stores._num_jobs == stored + 1, "only what was generated"
     assert status(kvdock).index.chunks == 5
@@ -631,13 +633,17 @@ def test_what_runs_on_through_a_reset_is_not_stored_again(
 ) -> None:
     """It was computed with what the reset is for: other weights, mostly."""
     engine = start_engine()
-    engine.add("runs", prompt(3 * C), max_tokens=3 * C)
+    engine.add("runs", prompt(3 * C), max_tokens=20 * C)
     for _ in range(C // 2):
         engine.step()
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "blocks are in use"
     half = engine.connector._of_scheduler
-    while half._stale_jobs:
-        engine.step()
+    deadline = time.monotonic() + 10
+    while half._stale_jobs or half._clears_done < half._clears_wanted or half._live() is None:
+        assert time.monotonic() < deadline
+        if half._stale_jobs:
+            engine.step()
+        time.sleep(0.01)
     for _ in range(2 * C):
         engine.step()
     assert status(kvdock).index.chunks == 0
