@@ -248,6 +248,19 @@ def test_a_size_whose_own_chunks_run_out_goes_on_with_those_of_others() -> None:
     assert all(isinstance(outcome, Slot) for outcome in outcomes)
 
 
+def test_parts_that_were_used_are_in_their_order_too() -> None:
+    core = make_core(40)
+    for number in range(40):
+        store(core, prompt(number))
+    for number in reversed(range(1, 40)):
+        (span,) = core.index.find(core.index.space("n"), prompt(number))
+        core.index.touch([span])
+    (policy,) = core.index._policies.values()
+    order = [part.chunk.key for part in policy.in_order(1000)]
+    assert order == [key(number) for number in (0, *reversed(range(1, 40)))]
+    assert len(list(policy.in_order(7))) <= 7
+
+
 def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:
     core = make_core(64 * 40)
     for turn in range(40):

@@ -7,7 +7,6 @@ some change; too wide answers wrongly, which nobody notices. So in doubt a fact 
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -62,7 +61,7 @@ def derive_namespace(
         "kv_world_size": strategy.kv_world_size,
         "packing": _packing(vllm_config),
     }
-    digest = hashlib.sha256(_canonical(facts)).hexdigest()
+    digest = hashlib.sha256(weights.canonical(facts)).hexdigest()
     config: Any = vllm_config.model_config
     short_name = re.sub(r"[^!-~]", "_", Path(config.model).name)[-64:] or "model"
     return Namespace(
@@ -80,7 +79,7 @@ def derive_namespace(
         ),
         labels={
             "model": str(config.model)[-256:],
-            "revision": str(_revision(config) or "")[:256],
+            "revision": _commit(model["weights"]),
             "kv_dtype": kv_dtype(vllm_config),
             "block_tokens": str(cache.block_size),
             "tensor_parallel": str(strategy.tensor_size),
@@ -177,20 +176,18 @@ def _depends_on_length(hf_config: Any) -> bool:
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
     if str(getattr(text, "model_type", "")).startswith("llama4"):
         return True
-    found = _canonical([getattr(text, name, None) for name in ("rope_scaling", "rope_parameters")])
+    found = weights.canonical(
+        [getattr(text, name, None) for name in ("rope_scaling", "rope_parameters")]
+    )
     return any(kind in found for kind in (b"longrope", b'"su"', b"dynamic"))
 
 
-def _revision(model: Any) -> str | None:
-    """For people: the commit that a revision stands for, as far as vLLM resolved it."""
-    return getattr(model.hf_config, "_commit_hash", None) or getattr(model, "revision", None)
+def _commit(identity: Sequence[str]) -> str:
+    """For people: which commit of a repository the weights are, if they are of one."""
+    return identity[2] if identity[0] == "repository" else ""
 
 
 def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
     """A model's configuration less what says where it came from or which program wrote it."""
     dropped = ("_name_or_path", "transformers_version", "_commit_hash")
     return {key: value for key, value in config.items() if key not in dropped}
-
-
-def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

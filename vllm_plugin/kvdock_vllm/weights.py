@@ -140,10 +140,10 @@ def files_digest(path: Path) -> str:
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.iterdir()):
         if file.name == "adapter_config.json":
-            digest.update(_canonical([file.name, file.read_text()]))
+            digest.update(canonical([file.name, file.read_text()]))
         elif file.suffix in _SUFFIXES:
             status = file.stat()
-            digest.update(_canonical([file.name, status.st_size, status.st_mtime_ns]))
+            digest.update(canonical([file.name, status.st_size, status.st_mtime_ns]))
     return digest.hexdigest()
 
 
@@ -168,5 +168,6 @@ def _links(path: Path) -> Iterator[Path]:
             yield from _links(part.parent / part.readlink())
 
 
-def _canonical(value: object) -> bytes:
+def canonical(value: object) -> bytes:
+    """Equal for equal values, in every process."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

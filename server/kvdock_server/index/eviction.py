@@ -87,7 +87,7 @@ class LeastRecentlyUsed(EvictionPolicy):
     def in_order(self, looks: int) -> Iterator[Part]:
         self.first()  # forgets those in front of it that are not evictable, once and for all
         heap = self._heap.copy()
-        for _ in range(min(looks, len(heap))):
+        for _ in range(looks):
             if not heap:
                 return
             last_used, tie, part = heap[0]

@@ -14,6 +14,7 @@ from kvdock_server.transfer import (
     Copied,
     DeviceAllocation,
     DeviceMemoryError,
+    Follower,
     TransferFailedError,
     plan,
     relay,
@@ -25,7 +26,7 @@ from kvdock_server.transfer.prices import COPY_PRICES
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
 from host_driver import RELAY_BLOCKS, HostDriver, uuid
-from several_devices import BLOCKS, LOADED_BLOCKS, PER_CHUNK, POOL_BYTES, Setting
+from several_devices import BLOCKS, LOADED_BLOCKS, PER_CHUNK, POOL_BYTES, Setting, Worker
 
 EVENT = b"e" * 64
 
@@ -226,13 +227,21 @@ async def reached(gate: Gate) -> None:
     assert await asyncio.to_thread(gate.reached.wait, 10)
 
 
-async def test_a_worker_that_goes_away_in_the_middle(setting: Setting) -> None:
-    workers = await setting.workers()
+async def stopped_in_the_middle(
+    setting: Setting, workers: list[Worker]
+) -> tuple[list[Follower], Gate, asyncio.Task[Copied]]:
+    """A load for all that waits in a copy between devices until the gate is open."""
     setting.driver.others_first = False
     gate = Gate(setting.driver, 5)
     followers = [worker.registration.follower() for worker in workers[1:]]
     load = asyncio.create_task(setting.load_for(workers[0], followers))
     await reached(gate)
+    return followers, gate, load
+
+
+async def test_a_worker_that_goes_away_in_the_middle(setting: Setting) -> None:
+    workers = await setting.workers()
+    followers, gate, load = await stopped_in_the_middle(setting, workers)
     closing = asyncio.create_task(workers[1].registration.close())
     await asyncio.sleep(0.02)
     assert not closing.done()  # a copy into its memory is under way
@@ -249,11 +258,7 @@ async def test_a_worker_that_goes_away_in_the_middle(setting: Setting) -> None:
 
 async def test_who_gives_up_in_the_middle_is_not_interrupted(setting: Setting) -> None:
     workers = await setting.workers()
-    setting.driver.others_first = False
-    gate = Gate(setting.driver, 5)
-    followers = [worker.registration.follower() for worker in workers[1:]]
-    load = asyncio.create_task(setting.load_for(workers[0], followers))
-    await reached(gate)
+    followers, gate, load = await stopped_in_the_middle(setting, workers)
     giving_up = asyncio.create_task(followers[0].give_up())
     for _ in range(3):
         await asyncio.sleep(0.01)
