@@ -154,7 +154,7 @@ def everybody(ranks: list[Remote], *order: Any) -> list[Any]:
 
 
 def main() -> int:
-    from kvdock_server.transfer.driver import load_driver
+    from kvdock_server.transfer.devices.driver import load_driver
 
     devices = len(load_driver().device_uuids())
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

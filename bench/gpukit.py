@@ -510,7 +510,7 @@ class Link:
     PIECE = 256 << 20
 
     def __init__(self) -> None:
-        from kvdock_server.transfer.driver import load_driver
+        from kvdock_server.transfer.devices.driver import load_driver
 
         self._driver = load_driver()
         self._context = self._driver.retain_context(0)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from kvdock_server.transfer import BlockRegion, DeviceAllocation, GpuTransfers, GroupLayout
-from kvdock_server.transfer.driver import CudaUnavailableError, load_driver
+from kvdock_server.transfer.devices.driver import CudaUnavailableError, load_driver
 
 sys.path.insert(0, str(Path(__file__).parent))
 from worker_process import WorkerProcess

@@ -16,7 +16,7 @@ from worker_process import WorkerProcess
 
 from kvdock import Client
 from kvdock_server.transfer import Copied, GpuTransfers, gpu
-from kvdock_server.transfer.driver import (
+from kvdock_server.transfer.devices.driver import (
     CUDA_ERROR_INVALID_VALUE,
     CudaError,
     CudaUnavailableError,

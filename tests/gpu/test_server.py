@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvdock import Client
-from kvdock_server.transfer.driver import load_driver
+from kvdock_server.transfer.devices.driver import load_driver
 
 pytestmark = pytest.mark.gpu
 

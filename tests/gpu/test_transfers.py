@@ -18,10 +18,10 @@ from kvdock_server.transfer import (
     LayoutError,
     Registration,
     TransferFailedError,
-    plan,
-    staging,
 )
-from kvdock_server.transfer.driver import load_driver
+from kvdock_server.transfer.devices import staging
+from kvdock_server.transfer.devices.driver import load_driver
+from kvdock_server.transfer.plans import planner
 
 pytestmark = pytest.mark.gpu
 
@@ -129,7 +129,7 @@ async def test_staged_blocks_of_every_alignment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("cupy")
-    for module in (plan, staging):  # so that the buffers come round again
+    for module in (planner, staging):  # so that the buffers come round again
         monkeypatch.setattr(module, "STAGED_PIECE_BYTES", 16 << 20)
     blocks = 4 * (((140 << 20) // (7 * page)) // 4)
     span = blocks * page

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server" / "transfer"))
 from host_driver import Exported, HostDriver
 
 from kvdock_server.__main__ import main
-from kvdock_server.transfer import gpu, staging
-from kvdock_server.transfer.driver import CudaError
+from kvdock_server.transfer import gpu
+from kvdock_server.transfer.devices import staging
+from kvdock_server.transfer.devices.driver import CudaError
 
 HANDLE = b"H" * 64
 

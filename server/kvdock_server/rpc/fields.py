@@ -8,8 +8,7 @@ import numpy as np
 
 from kvdock.v1 import cache_pb2 as pb
 from kvdock_server.errors import invalid
-from kvdock_server.transfer import GroupLayout
-from kvdock_server.transfer.arrays import I64
+from kvdock_server.transfer import I64, GroupLayout
 
 EVENT_HANDLE_BYTES = 64
 

@@ -1,20 +1,19 @@
 """Bytes between the pool and workers' device memory.
 
-What a worker describes is a ``layout``. Where its ``regions`` are mapped, a ``plan`` finds the
-copies that move its blocks at the lowest ``prices``, in ``pieces``; all of these are pure.
-``driver``, ``staging`` and ``pinning`` are the CUDA there is; ``cuda`` carries pieces out, ``lane``
-is a thread of such work, ``device`` a GPU, and ``gpu`` the asyncio face of it all. Importing this
-package loads no CUDA library: the first registration does.
+There are three folders, and each imports only those before it. ``plans`` finds the copies that move
+a worker's blocks, and is pure. ``devices`` carries the copies out on a GPU. ``fan_out`` is a load
+that fills several workers' memory. ``gpu`` is the asyncio face of them all.
 
-A load may fill several workers' memory: ``fan_out`` leads it, ``relay`` is the way from device to
-device, and ``relay_plan`` says which copies make it.
+The rest of the server imports from here only. Importing this package loads no CUDA library: the
+first registration does.
 """
 
-from kvdock_server.transfer.device import DeviceStats
-from kvdock_server.transfer.fan_out import Copied, Follower
+from kvdock_server.transfer.devices.device import DeviceStats
+from kvdock_server.transfer.devices.lane import TransferCancelledError, TransferFailedError
+from kvdock_server.transfer.fan_out.load import Copied, Follower
 from kvdock_server.transfer.gpu import DeviceMemoryError, GpuStats, GpuTransfers, Registration
-from kvdock_server.transfer.lane import TransferCancelledError, TransferFailedError
-from kvdock_server.transfer.layout import (
+from kvdock_server.transfer.plans.arrays import I64
+from kvdock_server.transfer.plans.group_memory import (
     BlockRegion,
     DeviceAllocation,
     GroupLayout,
@@ -22,6 +21,7 @@ from kvdock_server.transfer.layout import (
 )
 
 __all__ = [
+    "I64",
     "BlockRegion",
     "Copied",
     "DeviceAllocation",

@@ -19,22 +19,22 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.arrays import I64, U64
-from kvdock_server.transfer.block_transfer import BlockTransfer, ReadyEvent
-from kvdock_server.transfer.cuda import Direction
-from kvdock_server.transfer.device import (
+from kvdock_server.transfer.devices.block_transfer import BlockTransfer, ReadyEvent
+from kvdock_server.transfer.devices.copy_streams import Direction
+from kvdock_server.transfer.devices.device import (
     Device,
     DeviceStats,
     MappedGroup,
     WorkerMemory,
     format_uuid,
 )
-from kvdock_server.transfer.driver import CudaError, CudaUnavailableError, load_driver
-from kvdock_server.transfer.fan_out import Copied, Follower, Load, Relays, until_settled
-from kvdock_server.transfer.lane import Job
-from kvdock_server.transfer.layout import DeviceAllocation, GroupLayout, LayoutError
-from kvdock_server.transfer.pinning import PinnedPool
-from kvdock_server.transfer.plan import block_hosts
+from kvdock_server.transfer.devices.driver import CudaError, CudaUnavailableError, load_driver
+from kvdock_server.transfer.devices.lane import Job
+from kvdock_server.transfer.devices.pinning import PinnedPool
+from kvdock_server.transfer.fan_out.load import Copied, Follower, Load, Relays, until_settled
+from kvdock_server.transfer.plans.arrays import I64, U64
+from kvdock_server.transfer.plans.group_memory import DeviceAllocation, GroupLayout, LayoutError
+from kvdock_server.transfer.plans.planner import block_hosts
 
 logger = logging.getLogger(__name__)
 

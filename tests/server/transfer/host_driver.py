@@ -32,8 +32,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.arrays import U64
-from kvdock_server.transfer.driver import CudaError, Memcpy2D, Side
+from kvdock_server.transfer.devices.driver import CudaError, Memcpy2D, Side
+from kvdock_server.transfer.plans.arrays import U64
 
 UUID = bytes(range(16))
 MOVE_BLOCKS, RELAY_BLOCKS = 1, 2

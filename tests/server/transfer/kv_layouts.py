@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.layout import BlockRegion, GroupLayout
+from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupLayout
 
 Bytes = npt.NDArray[np.uint8]
 

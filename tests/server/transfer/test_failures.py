@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvdock_server.transfer import DeviceMemoryError, TransferFailedError, gpu
-from kvdock_server.transfer.driver import CudaError
+from kvdock_server.transfer.devices.driver import CudaError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from several_devices import PER_CHUNK, Setting

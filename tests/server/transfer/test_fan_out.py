@@ -16,12 +16,11 @@ from kvdock_server.transfer import (
     DeviceMemoryError,
     Follower,
     TransferFailedError,
-    plan,
-    relay,
-    relay_kernel,
 )
-from kvdock_server.transfer.lane import Job, Lane, Transfer
-from kvdock_server.transfer.prices import COPY_PRICES
+from kvdock_server.transfer.devices.lane import Job, Lane, Transfer
+from kvdock_server.transfer.fan_out import peer_kernel, peer_path
+from kvdock_server.transfer.plans import planner
+from kvdock_server.transfer.plans.cost_model import COPY_PRICES
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
@@ -57,7 +56,7 @@ async def test_every_layout_is_copied_once_and_passed_on(setting: Setting, name:
 async def test_kernels_pass_on_what_would_be_many_copies(
     setting: Setting, name: str, few_ids: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_kernel, "FEW_IDS", few_ids)
+    monkeypatch.setattr(peer_kernel, "FEW_IDS", few_ids)
     workers = await setting.workers(name)
     await setting.load(workers[0], workers[1:])
     assert all(setting.is_filled(worker) for worker in workers)
@@ -344,9 +343,9 @@ async def test_nothing_to_copy_is_no_error(setting: Setting) -> None:
 def test_windows_are_bounded_and_grow_shorter_towards_the_end(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "WINDOW_BYTES", 128 * 7)
-    monkeypatch.setattr(relay, "LAST_WINDOW_BYTES", 32 * 7)
-    windows = list(relay._windows(count, 7))
+    monkeypatch.setattr(peer_path, "WINDOW_BYTES", 128 * 7)
+    monkeypatch.setattr(peer_path, "LAST_WINDOW_BYTES", 32 * 7)
+    windows = list(peer_path._windows(count, 7))
     assert [block for window in windows for block in range(count)[window]] == list(range(count))
     sizes = [window.stop - window.start for window in windows]
     assert max(sizes) <= 128
@@ -360,7 +359,7 @@ def test_windows_are_bounded_and_grow_shorter_towards_the_end(
 async def test_only_who_passes_on_stages_what_is_not_worth_it_otherwise(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (plan, relay):
+    for module in (planner, peer_path):
         prices = COPY_PRICES._replace(stage_segments_below=0.0, stage_passed_on_below=1.0)
         monkeypatch.setattr(module, "COPY_PRICES", prices)
     workers = await setting.workers("block first, layers apart")

@@ -21,9 +21,8 @@ from kvdock_server.transfer import (
     Registration,
     TransferFailedError,
     gpu,
-    pinning,
-    ready_events,
 )
+from kvdock_server.transfer.devices import opened_events, pinning
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
@@ -165,7 +164,7 @@ async def test_an_event_is_opened_once_and_asked_anew_each_time(setting: Setting
 async def test_more_events_than_an_engine_has_are_given_back_at_once(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ready_events, "_MOST_KEPT", 2)
+    monkeypatch.setattr(opened_events, "_MOST_KEPT", 2)
     registration, _, _ = await setting.worker()
     for number in range(5):
         event = bytes([number]) * 64

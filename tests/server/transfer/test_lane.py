@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvdock_server.transfer.lane import Lane, TransferCancelledError, TransferFailedError
-from kvdock_server.transfer.pieces import Piece, RelayedBlocks, ScatteredBlocks, Segments
+from kvdock_server.transfer.devices.lane import Lane, TransferCancelledError, TransferFailedError
+from kvdock_server.transfer.plans.pieces import Piece, RelayedBlocks, ScatteredBlocks, Segments
 
 PIECE = 4096
 UNDER_WAY = 6

@@ -7,12 +7,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvdock_server.transfer import cuda
-from kvdock_server.transfer.arrays import U64
-from kvdock_server.transfer.cuda import DeviceMover, Direction
-from kvdock_server.transfer.driver import CudaError, Driver, Side
-from kvdock_server.transfer.pieces import Rectangles, Segments
-from kvdock_server.transfer.pinning import PinnedPool
+from kvdock_server.transfer.devices import copy_streams
+from kvdock_server.transfer.devices.copy_streams import DeviceMover, Direction
+from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
+from kvdock_server.transfer.devices.pinning import PinnedPool
+from kvdock_server.transfer.plans.arrays import U64
+from kvdock_server.transfer.plans.pieces import Rectangles, Segments
 
 
 class CountingDriver:
@@ -101,4 +101,4 @@ def test_nothing_of_a_piece_that_could_not_be_queued_is_under_way(
     assert mover.failure is None
     driver.calls.clear()
     mover.start(Segments(*columns(33, 3)), None)
-    assert driver.calls == [cuda._FIRST_SEGMENTS, 1]
+    assert driver.calls == [copy_streams._FIRST_SEGMENTS, 1]

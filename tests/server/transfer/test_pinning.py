@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvdock_server.transfer.driver import CudaError
-from kvdock_server.transfer.pinning import PIECE_BYTES, PinnedPool
+from kvdock_server.transfer.devices.driver import CudaError
+from kvdock_server.transfer.devices.pinning import PIECE_BYTES, PinnedPool
 
 BASE = 1 << 44
 SIZE = 2 * PIECE_BYTES + PIECE_BYTES // 2

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdock_server.transfer import plan as planning
-from kvdock_server.transfer import regions
-from kvdock_server.transfer.layout import BlockRegion, GroupLayout, LayoutError
-from kvdock_server.transfer.pieces import Piece, Rectangles, ScatteredBlocks, Segments
-from kvdock_server.transfer.plan import Planner, block_hosts
-from kvdock_server.transfer.prices import COPY_PRICES
+from kvdock_server.transfer.plans import planner as planning
+from kvdock_server.transfer.plans import regions
+from kvdock_server.transfer.plans.cost_model import COPY_PRICES
+from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupLayout, LayoutError
+from kvdock_server.transfer.plans.pieces import Piece, Rectangles, ScatteredBlocks, Segments
+from kvdock_server.transfer.plans.planner import Planner, block_hosts
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts

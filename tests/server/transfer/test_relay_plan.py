@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdock_server.transfer.layout import BlockRegion, GroupLayout
-from kvdock_server.transfer.pieces import Rectangles, Segments
-from kvdock_server.transfer.plan import Planner
-from kvdock_server.transfer.relay_plan import RelayPlanner
+from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupLayout
+from kvdock_server.transfer.plans.peer_planner import RelayPlanner
+from kvdock_server.transfer.plans.pieces import Rectangles, Segments
+from kvdock_server.transfer.plans.planner import Planner
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts

@@ -15,7 +15,7 @@ from kvdock_server.transfer import (
     GroupLayout,
     LayoutError,
 )
-from kvdock_server.transfer.driver import CudaUnavailableError, load_driver
+from kvdock_server.transfer.devices.driver import CudaUnavailableError, load_driver
 
 LAYOUT = GroupLayout(4, 2, (BlockRegion(0, 0, 64, 64),))
 ALLOCATION = DeviceAllocation(bytes(64), 256, bytes(16))

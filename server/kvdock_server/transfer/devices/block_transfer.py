@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from kvdock_server.transfer.arrays import I64, U64
-from kvdock_server.transfer.cuda import DeviceMover, Direction
-from kvdock_server.transfer.device import Device, MappedGroup
-from kvdock_server.transfer.driver import CudaError
-from kvdock_server.transfer.pieces import CopyPiece, Piece, RelayedBlocks
-from kvdock_server.transfer.ready_events import ReadyEvents
+from kvdock_server.transfer.devices.copy_streams import DeviceMover, Direction
+from kvdock_server.transfer.devices.device import Device, MappedGroup
+from kvdock_server.transfer.devices.driver import CudaError
+from kvdock_server.transfer.devices.opened_events import ReadyEvents
+from kvdock_server.transfer.plans.arrays import I64, U64
+from kvdock_server.transfer.plans.pieces import CopyPiece, Piece, RelayedBlocks
 
 
 class Start(Protocol):

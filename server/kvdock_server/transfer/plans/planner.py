@@ -25,9 +25,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.arrays import I64, U64, ranges
-from kvdock_server.transfer.layout import GroupLayout
-from kvdock_server.transfer.pieces import (
+from kvdock_server.transfer.plans.arrays import I64, U64, ranges
+from kvdock_server.transfer.plans.cost_model import COPY_PRICES, efficiency, segment_prices
+from kvdock_server.transfer.plans.group_memory import GroupLayout
+from kvdock_server.transfer.plans.pieces import (
     MAX_OPERATION_BYTES,
     MAX_STAGED_BLOCKS,
     PIECE_US,
@@ -37,8 +38,7 @@ from kvdock_server.transfer.pieces import (
     ScatteredBlocks,
     Segments,
 )
-from kvdock_server.transfer.prices import COPY_PRICES, efficiency, segment_prices
-from kvdock_server.transfer.regions import cheapest_ladders, merged
+from kvdock_server.transfer.plans.regions import cheapest_ladders, merged
 
 _WINDOW_OPERATIONS = 1 << 12
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvdock_server.transfer.arrays import U64
+from kvdock_server.transfer.plans.arrays import U64
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.arrays import I64, U64
-from kvdock_server.transfer.pieces import Rectangles, Segments
-from kvdock_server.transfer.prices import COPY_PRICES, segment_prices
-from kvdock_server.transfer.regions import MergedRegions, cheapest_ladders
+from kvdock_server.transfer.plans.arrays import I64, U64
+from kvdock_server.transfer.plans.cost_model import COPY_PRICES, segment_prices
+from kvdock_server.transfer.plans.pieces import Rectangles, Segments
+from kvdock_server.transfer.plans.regions import MergedRegions, cheapest_ladders
 
 Copies = TypeVar("Copies", Segments, Rectangles)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.arrays import U64
+from kvdock_server.transfer.plans.arrays import U64
 
 
 class CopyPrices(NamedTuple):

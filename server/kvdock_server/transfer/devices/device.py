@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvdock_server.transfer import staging
-from kvdock_server.transfer.cuda import DeviceMover, Direction
-from kvdock_server.transfer.driver import Driver
-from kvdock_server.transfer.lane import Job, Lane, Transfer
-from kvdock_server.transfer.layout import DeviceAllocation, GroupLayout, LayoutError
-from kvdock_server.transfer.pieces import Piece
-from kvdock_server.transfer.pinning import PinnedPool
-from kvdock_server.transfer.plan import Planner
-from kvdock_server.transfer.ready_events import ReadyEvents
-from kvdock_server.transfer.staging import RegionTable
+from kvdock_server.transfer.devices import staging
+from kvdock_server.transfer.devices.copy_streams import DeviceMover, Direction
+from kvdock_server.transfer.devices.driver import Driver
+from kvdock_server.transfer.devices.lane import Job, Lane, Transfer
+from kvdock_server.transfer.devices.opened_events import ReadyEvents
+from kvdock_server.transfer.devices.pinning import PinnedPool
+from kvdock_server.transfer.devices.staging import RegionTable
+from kvdock_server.transfer.plans.group_memory import DeviceAllocation, GroupLayout, LayoutError
+from kvdock_server.transfer.plans.pieces import Piece
+from kvdock_server.transfer.plans.planner import Planner
 
 logger = logging.getLogger(__name__)
 

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from kvdock_server.transfer.arrays import U64
-from kvdock_server.transfer.driver import Driver
-from kvdock_server.transfer.pieces import (
+from kvdock_server.transfer.devices.driver import Driver
+from kvdock_server.transfer.plans.arrays import U64
+from kvdock_server.transfer.plans.pieces import (
     MAX_STAGED_BLOCKS,
     STAGED_PIECE_BYTES,
     STAGING_BUFFERS,
     ScatteredBlocks,
 )
-from kvdock_server.transfer.plan import Planner
+from kvdock_server.transfer.plans.planner import Planner
 
 THREADS = 512
 THREAD_BLOCKS = 528  # four for each of the 132 multiprocessors of an H100

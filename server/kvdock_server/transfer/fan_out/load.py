@@ -10,17 +10,17 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvdock_server.transfer.arrays import I64, U64
-from kvdock_server.transfer.block_transfer import (
+from kvdock_server.transfer.devices.block_transfer import (
     BlockTransfer,
     ReadyEvent,
     Start,
     StartOfAnother,
 )
-from kvdock_server.transfer.cuda import Direction
-from kvdock_server.transfer.device import WorkerMemory
-from kvdock_server.transfer.lane import Job, TransferFailedError
-from kvdock_server.transfer.relay import Branch, FanOut, NoRelayError, Relay
+from kvdock_server.transfer.devices.copy_streams import Direction
+from kvdock_server.transfer.devices.device import WorkerMemory
+from kvdock_server.transfer.devices.lane import Job, TransferFailedError
+from kvdock_server.transfer.fan_out.peer_path import Branch, FanOut, NoRelayError, Relay
+from kvdock_server.transfer.plans.arrays import I64, U64
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from kvdock_server.transfer.driver import Driver
+from kvdock_server.transfer.devices.driver import Driver
 
 _MOST_KEPT = 256
 

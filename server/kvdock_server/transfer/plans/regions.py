@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.arrays import I64, U64
-from kvdock_server.transfer.layout import GroupLayout
-from kvdock_server.transfer.pieces import MAX_OPERATION_BYTES
-from kvdock_server.transfer.prices import COPY_PRICES
+from kvdock_server.transfer.plans.arrays import I64, U64
+from kvdock_server.transfer.plans.cost_model import COPY_PRICES
+from kvdock_server.transfer.plans.group_memory import GroupLayout
+from kvdock_server.transfer.plans.pieces import MAX_OPERATION_BYTES
 
 _LADDER_STEPS = (1, 2)
 

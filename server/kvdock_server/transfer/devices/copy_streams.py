@@ -11,7 +11,7 @@ from itertools import cycle
 
 import numpy as np
 
-from kvdock_server.transfer.driver import (
+from kvdock_server.transfer.devices.driver import (
     CUDA_ERROR_INVALID_VALUE,
     CudaError,
     Driver,
@@ -19,9 +19,9 @@ from kvdock_server.transfer.driver import (
     rectangle_to_device,
     rectangle_to_host,
 )
-from kvdock_server.transfer.pieces import CopyPiece, Rectangles, ScatteredBlocks, Segments
-from kvdock_server.transfer.pinning import PinnedPool
-from kvdock_server.transfer.staging import RegionTable, StagingBuffers
+from kvdock_server.transfer.devices.pinning import PinnedPool
+from kvdock_server.transfer.devices.staging import RegionTable, StagingBuffers
+from kvdock_server.transfer.plans.pieces import CopyPiece, Rectangles, ScatteredBlocks, Segments
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,8 @@ import ctypes
 
 import numpy as np
 
-from kvdock_server.transfer.arrays import I64
-from kvdock_server.transfer.driver import Driver
-from kvdock_server.transfer.relay_plan import Pairs
-from kvdock_server.transfer.staging import (
+from kvdock_server.transfer.devices.driver import Driver
+from kvdock_server.transfer.devices.staging import (
     FEW_IDS,
     THREAD_BLOCKS,
     THREADS,
@@ -25,6 +23,8 @@ from kvdock_server.transfer.staging import (
     threads_per_segment,
     upload,
 )
+from kvdock_server.transfer.plans.arrays import I64
+from kvdock_server.transfer.plans.peer_planner import Pairs
 
 _SOURCE = r"""
 struct FewIds { unsigned int ids[FEW_IDS]; };

@@ -20,8 +20,8 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.arrays import U64
-from kvdock_server.transfer.driver import CudaError, Driver
+from kvdock_server.transfer.devices.driver import CudaError, Driver
+from kvdock_server.transfer.plans.arrays import U64
 
 logger = logging.getLogger(__name__)
 

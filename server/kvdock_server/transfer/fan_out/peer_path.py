@@ -22,24 +22,24 @@ from itertools import cycle
 
 import numpy as np
 
-from kvdock_server.transfer import staging
-from kvdock_server.transfer.arrays import I64, U64
-from kvdock_server.transfer.block_transfer import BlockTransfer, Start
-from kvdock_server.transfer.cuda import Direction
-from kvdock_server.transfer.device import Device, MappedGroup, WorkerMemory
-from kvdock_server.transfer.driver import (
+from kvdock_server.transfer.devices import staging
+from kvdock_server.transfer.devices.block_transfer import BlockTransfer, Start
+from kvdock_server.transfer.devices.copy_streams import Direction
+from kvdock_server.transfer.devices.device import Device, MappedGroup, WorkerMemory
+from kvdock_server.transfer.devices.driver import (
     CUDA_ERROR_INVALID_VALUE,
     CUDA_ERROR_NOT_SUPPORTED,
     CudaError,
     Driver,
     Side,
 )
-from kvdock_server.transfer.layout import LayoutError
-from kvdock_server.transfer.pieces import Piece, Rectangles, RelayedBlocks, Segments
-from kvdock_server.transfer.plan import Planner
-from kvdock_server.transfer.prices import COPY_PRICES
-from kvdock_server.transfer.relay_kernel import RelayKernel
-from kvdock_server.transfer.relay_plan import RelayPlanner
+from kvdock_server.transfer.fan_out.peer_kernel import RelayKernel
+from kvdock_server.transfer.plans.arrays import I64, U64
+from kvdock_server.transfer.plans.cost_model import COPY_PRICES
+from kvdock_server.transfer.plans.group_memory import LayoutError
+from kvdock_server.transfer.plans.peer_planner import RelayPlanner
+from kvdock_server.transfer.plans.pieces import Piece, Rectangles, RelayedBlocks, Segments
+from kvdock_server.transfer.plans.planner import Planner
 
 logger = logging.getLogger(__name__)
 

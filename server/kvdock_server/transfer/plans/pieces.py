@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.arrays import I64, U64, ranges
+from kvdock_server.transfer.plans.arrays import I64, U64, ranges
 
 PIECE_US = 1200.0
 """Time of one piece of copy-engine work: 64 MiB of large segments."""

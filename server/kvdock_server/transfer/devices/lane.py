@@ -25,7 +25,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvdock_server.transfer.pieces import STAGING_BUFFERS, Piece, RelayedBlocks, ScatteredBlocks
+from kvdock_server.transfer.plans.pieces import (
+    STAGING_BUFFERS,
+    Piece,
+    RelayedBlocks,
+    ScatteredBlocks,
+)
 
 logger = logging.getLogger(__name__)
 
