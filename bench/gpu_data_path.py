@@ -1,11 +1,11 @@
 """Rate, disturbance and latency of the GPU data path, beside the link's own ceiling.
 
-    python bench/gpu_data_path.py [--path server|mover] [--only TEXT]
+    python bench/gpu_data_path.py [--path server|transfers] [--only TEXT]
 
 Three processes: a worker that owns a KV cache, a server, and an engine that replays a graph of
 memory-bound matrix products. With --path server (the default) the worker calls Store and Retrieve
-of a running server over its session; with --path mover the server's transfers run alone, in this
-process. Each call moves 1 GiB and is timed from asked to answered: one call at a time, and two
+of a running server over its session. With --path transfers the server's transfers run alone, in
+this process. Each call moves 1 GiB and is timed from asked to answered: one call at a time, and two
 under way as from an engine with several requests. Beside each figure stands what plain copies of
 pinned memory do in the same run.
 
@@ -34,9 +34,9 @@ from gpukit import (
     Engine,
     Geometry,
     Link,
-    MoverLoop,
-    MoverPath,
     Remote,
+    TransfersLoop,
+    TransfersPath,
     Worker,
     WorkerPath,
 )
@@ -92,7 +92,7 @@ class Plain:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--path", choices=("server", "mover"), default="server")
+    parser.add_argument("--path", choices=("server", "transfers"), default="server")
     parser.add_argument("--only", default="", help="cases that have this in their names")
     arguments = parser.parse_args()
     link = Link()
@@ -102,7 +102,7 @@ def main() -> int:
         engine("run", SECONDS)
         load_kernels(worker)
         free = worker("free_bytes")
-        with (server_path if arguments.path == "server" else mover_path)(worker) as open_path:
+        with (server_path if arguments.path == "server" else transfers_path)(worker) as open_path:
             plain = measure_plain(link, engine)
             for case in (case for case in CASES if arguments.only in label(case)):
                 rows += measure(case, open_path, worker, engine, link, plain)
@@ -126,13 +126,13 @@ def server_path(worker: Remote) -> Iterator[Open]:
 
 
 @contextmanager
-def mover_path(worker: Remote) -> Iterator[Open]:
+def transfers_path(worker: Remote) -> Iterator[Open]:
     """The server's transfers in this process."""
-    mover = MoverLoop()
+    loop = TransfersLoop()
     try:
-        yield lambda case: MoverPath(mover, worker("export"), case)
+        yield lambda case: TransfersPath(loop, worker("export"), case)
     finally:
-        mover.close()
+        loop.close()
 
 
 def load_kernels(worker: Remote) -> None:

@@ -429,13 +429,13 @@ class WorkerPath(CopyPath):
         self._worker("disconnect")
 
 
-class MoverPath(CopyPath):
+class TransfersPath(CopyPath):
     """The server's transfers in this process, without server, calls and index."""
 
-    def __init__(self, mover: MoverLoop, exported: tuple[Any, Any], case: Case) -> None:
+    def __init__(self, loop: TransfersLoop, exported: tuple[Any, Any], case: Case) -> None:
         super().__init__(case)
-        self._mover = mover
-        self._registration = mover.register(exported)
+        self._loop = loop
+        self._registration = loop.register(exported)
         self.how = self._registration.description
         self._ids = np.array(case.block_ids)
         self._slots = np.arange(case.geometry.chunks) * case.geometry.chunk_bytes
@@ -446,16 +446,16 @@ class MoverPath(CopyPath):
         slots = self._slots[:chunks]
         started = time.perf_counter()
         if direction == STORE:
-            self._mover.wait(self._registration.store(None, ids, slots))
+            self._loop.wait(self._registration.store(None, ids, slots))
         else:
-            self._mover.wait(self._registration.retrieve(None, ids, slots))
+            self._loop.wait(self._registration.retrieve(None, ids, slots))
         return time.perf_counter() - started
 
     def close(self) -> None:
-        self._mover.wait(self._registration.close())
+        self._loop.wait(self._registration.close())
 
 
-class MoverLoop:
+class TransfersLoop:
     """An event loop on a thread with the server's transfers over a pool."""
 
     def __init__(self) -> None:
@@ -471,14 +471,14 @@ class MoverLoop:
         self.transfers.faulted(0, POOL_BYTES)
 
     def register(self, exported: tuple[Any, Any]) -> Any:
-        from kvdock_server.transfer import BlockRegion, DeviceAllocation, GroupLayout
+        from kvdock_server.transfer import BlockRegion, DeviceAllocation, GroupMemory
 
         allocations, groups = exported
         registration = self.wait(
             self.transfers.register(
                 [DeviceAllocation(a.ipc_handle, a.nbytes, a.device_uuid) for a in allocations],
                 {
-                    group.group_idx: GroupLayout(
+                    group.group_idx: GroupMemory(
                         group.num_blocks,
                         group.blocks_per_chunk,
                         tuple(

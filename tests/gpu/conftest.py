@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvdock_server.transfer import BlockRegion, DeviceAllocation, GpuTransfers, GroupLayout
+from kvdock_server.transfer import BlockRegion, DeviceAllocation, GpuTransfers, GroupMemory
 from kvdock_server.transfer.devices.driver import CudaUnavailableError, load_driver
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -78,13 +78,13 @@ def shared_worker() -> Iterator[WorkerProcess]:
 
 def from_export(
     exported: tuple[Any, Any],
-) -> tuple[list[DeviceAllocation], dict[int | None, GroupLayout]]:
+) -> tuple[list[DeviceAllocation], dict[int | None, GroupMemory]]:
     """The client's description as the server's own types."""
     allocations, groups = exported
     return (
         [DeviceAllocation(a.ipc_handle, a.nbytes, a.device_uuid) for a in allocations],
         {
-            group.group_idx: GroupLayout(
+            group.group_idx: GroupMemory(
                 group.num_blocks,
                 group.blocks_per_chunk,
                 tuple(

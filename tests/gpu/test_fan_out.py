@@ -15,14 +15,14 @@ import pytest
 from worker_process import WorkerProcess
 
 from kvdock import Client
-from kvdock_server.transfer import Copied, GpuTransfers, gpu
+from kvdock_server.transfer import CopiedBytes, GpuTransfers, gpu
 from kvdock_server.transfer.devices.driver import (
-    CUDA_ERROR_INVALID_VALUE,
     CudaError,
     CudaUnavailableError,
     Driver,
     load_driver,
 )
+from kvdock_server.transfer.devices.libcuda import CUDA_ERROR_INVALID_VALUE
 
 pytestmark = pytest.mark.gpu
 
@@ -315,7 +315,7 @@ async def test_without_a_way_between_devices_each_rank_gets_a_copy(
     expected = ranks.workers[0].blocks(list(range(8)))
     nbytes, more = expected.nbytes, len(ranks) - 1
     assert [follower.failure for follower in followers] == [None] * more
-    once, apart = Copied(nbytes, nbytes * more), Copied(nbytes * (1 + more))
+    once, apart = CopiedBytes(nbytes, nbytes * more), CopiedBytes(nbytes * (1 + more))
     assert amounts == (once if without is None else apart)
     for worker in ranks.workers:
         np.testing.assert_array_equal(worker.blocks(target), expected)

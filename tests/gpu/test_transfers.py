@@ -14,7 +14,7 @@ from kvdock_server.transfer import (
     DeviceAllocation,
     DeviceMemoryError,
     GpuTransfers,
-    GroupLayout,
+    GroupMemory,
     LayoutError,
     Registration,
     TransferFailedError,
@@ -35,17 +35,17 @@ LAYOUTS = [
     "latent",
     "kernel_blocks",
 ]
-AsServerTypes = Callable[[Any], tuple[list[DeviceAllocation], dict[int | None, GroupLayout]]]
+AsServerTypes = Callable[[Any], tuple[list[DeviceAllocation], dict[int | None, GroupMemory]]]
 
 
 async def register(
     transfers: GpuTransfers, worker: Any, as_server_types: AsServerTypes, blocks_per_chunk: int = 4
-) -> tuple[Registration, GroupLayout]:
+) -> tuple[Registration, GroupMemory]:
     allocations, groups = as_server_types(worker.export(blocks_per_chunk))
     return await transfers.register(allocations, groups), groups[None]
 
 
-def block_rows(pool: Any, layout: GroupLayout, slots: list[int]) -> np.ndarray[Any, Any]:
+def block_rows(pool: Any, layout: GroupMemory, slots: list[int]) -> np.ndarray[Any, Any]:
     """The pool's bytes of the chunks at ``slots``, a row for each block."""
     rows = [pool.bytes[slot : slot + layout.chunk_bytes] for slot in slots]
     return np.concatenate(rows).reshape(-1, layout.block_bytes)

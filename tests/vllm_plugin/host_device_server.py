@@ -21,7 +21,7 @@ from host_driver import Exported, HostDriver
 
 from kvdock_server.__main__ import main
 from kvdock_server.transfer import gpu
-from kvdock_server.transfer.devices import staging
+from kvdock_server.transfer.devices import kernels
 from kvdock_server.transfer.devices.driver import CudaError
 
 HANDLE = b"H" * 64
@@ -38,5 +38,5 @@ if __name__ == "__main__":
     driver.exported[HANDLE] = Exported(0, np.frombuffer(memory, np.uint8), descriptor)
     signal.signal(signal.SIGUSR1, lambda *_: setattr(driver, "before_call", fail))
     gpu.load_driver = lambda: driver  # type: ignore[assignment,return-value]
-    staging.missing = lambda: "there are no kernels for host memory"
+    kernels.missing = lambda: "there are no kernels for host memory"
     sys.exit(main())

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvdock.v1 import cache_pb2 as pb
 from kvdock_server.errors import invalid
-from kvdock_server.transfer import I64, GroupLayout
+from kvdock_server.transfer import I64, GroupMemory
 
 EVENT_HANDLE_BYTES = 64
 
@@ -40,7 +40,7 @@ def deadline(request: pb.StoreRequest | pb.RetrieveRequest, now: float) -> float
     return now + ahead
 
 
-def block_ids(named: Sequence[int], layout: GroupLayout, chunks: int, *, skip_blocks: int) -> I64:
+def block_ids(named: Sequence[int], layout: GroupMemory, chunks: int, *, skip_blocks: int) -> I64:
     """Block ids as (chunks, blocks a chunk), 0 for those to skip; RequestError if wrong."""
     per_chunk = layout.blocks_per_chunk
     if skip_blocks >= per_chunk:

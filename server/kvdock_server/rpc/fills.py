@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.sessions import Session
-from kvdock_server.transfer import Follower
+from kvdock_server.transfer import LoadFollower
 
 Status: TypeAlias = types.ChunkStatus.ValueType
 
@@ -41,7 +41,7 @@ class Fill:
         self.is_led = False
         self.reader: Session | None = None
         """Whom the leader's call fills; None if the reader is left to itself."""
-        self.follower: Follower | None = None
+        self.follower: LoadFollower | None = None
         """Set by the leader's call for as long as it copies."""
         self.asking = 0
 

@@ -16,8 +16,8 @@ from kvdock_server.rpc.memory import RegisteredMemory
 from kvdock_server.sessions import Session
 from kvdock_server.transfer import (
     DeviceMemoryError,
-    Follower,
-    GroupLayout,
+    GroupMemory,
+    LoadFollower,
     TransferFailedError,
 )
 
@@ -88,7 +88,7 @@ class Loads:
         readers = [request.reader, *(r for r, fill in named.items() if fill.reader is not None)]
         outcomes = {reader: [types.CHUNK_STATUS_NOT_LOCKED] * len(located) for reader in readers}
         locked = [key.first_chunk + index for index in shards]
-        followers: dict[int, Follower] = {}
+        followers: dict[int, LoadFollower] = {}
         for reader, fill in named.items():
             held = self._core.holds(session, key.lease_id, key.group_idx, locked, reader)
             if fill.reader is not None and held:
@@ -210,7 +210,7 @@ class Loads:
         self,
         session: Session,
         named: Mapping[int, Fill],
-        layout: GroupLayout,
+        layout: GroupMemory,
         key: FillKey,
         last_block: int,
     ) -> None:

@@ -20,7 +20,7 @@ from kvdock_server.transfer import (
     DeviceAllocation,
     DeviceMemoryError,
     GpuTransfers,
-    GroupLayout,
+    GroupMemory,
     LayoutError,
     Registration,
 )
@@ -36,7 +36,7 @@ class WorkerMemory:
     """What a worker registered: its blocks, by group_idx, of one namespace."""
 
     namespace: str
-    groups: dict[int | None, GroupLayout]
+    groups: dict[int | None, GroupMemory]
     registration: Registration
 
 
@@ -156,7 +156,7 @@ class RegisteredMemory:
 
     def of(
         self, session: Session, namespace: str, group_idx: int | None
-    ) -> tuple[Registration, GroupLayout]:
+    ) -> tuple[Registration, GroupMemory]:
         """A session's memory and how a group lies in it; RequestError if it registered none."""
         layout = self._group(session, namespace, group_idx)
         if layout is None:
@@ -200,12 +200,12 @@ class RegisteredMemory:
         self, session: Session, request: session_pb2.RegisterMemoryRequest
     ) -> WorkerMemory:
         space = self._core.index.space(request.namespace)
-        groups: dict[int | None, GroupLayout] = {}
+        groups: dict[int | None, GroupMemory] = {}
         for group in request.groups:
             group_idx = verbs.group_idx(group)
             if group_idx in groups:
                 raise invalid(f"group {group_idx} is described twice: each group once")
-            layout = GroupLayout(
+            layout = GroupMemory(
                 group.num_blocks,
                 group.blocks_per_chunk,
                 tuple(
@@ -230,7 +230,7 @@ class RegisteredMemory:
         registration = await self._transfers.register(allocations, groups)
         return WorkerMemory(request.namespace, groups, registration)
 
-    def _group(self, session: Session, namespace: str, group_idx: int | None) -> GroupLayout | None:
+    def _group(self, session: Session, namespace: str, group_idx: int | None) -> GroupMemory | None:
         """How a session's memory for a group lies, None if none is registered and usable."""
         memory = self._memory.get(session)
         if memory is None or memory.namespace != namespace:

@@ -10,28 +10,28 @@ first registration does.
 
 from kvdock_server.transfer.devices.device import DeviceStats
 from kvdock_server.transfer.devices.lane import TransferCancelledError, TransferFailedError
-from kvdock_server.transfer.fan_out.load import Copied, Follower
+from kvdock_server.transfer.fan_out.load import CopiedBytes, LoadFollower
 from kvdock_server.transfer.gpu import DeviceMemoryError, GpuStats, GpuTransfers, Registration
 from kvdock_server.transfer.plans.arrays import I64
 from kvdock_server.transfer.plans.group_memory import (
     BlockRegion,
     DeviceAllocation,
-    GroupLayout,
+    GroupMemory,
     LayoutError,
 )
 
 __all__ = [
     "I64",
     "BlockRegion",
-    "Copied",
+    "CopiedBytes",
     "DeviceAllocation",
     "DeviceMemoryError",
     "DeviceStats",
-    "Follower",
     "GpuStats",
     "GpuTransfers",
-    "GroupLayout",
+    "GroupMemory",
     "LayoutError",
+    "LoadFollower",
     "Registration",
     "TransferCancelledError",
     "TransferFailedError",

@@ -1,7 +1,7 @@
 """Transfers between the pool and workers' GPUs, for the event loop.
 
-Everything that may wait for the driver runs on threads: registration and teardown on a few of
-their own, copies on two lanes for each device. The loop only awaits.
+Everything that may wait for the driver runs on threads. Memory is opened and closed on a few
+threads of their own, and bytes are copied on two lanes for each device. The loop only awaits.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ import numpy.typing as npt
 
 from kvdock_server.transfer.devices.block_transfer import BlockTransfer, ReadyEvent
 from kvdock_server.transfer.devices.copy_streams import Direction
-from kvdock_server.transfer.devices.device import (
-    Device,
-    DeviceStats,
-    MappedGroup,
-    WorkerMemory,
-    format_uuid,
-)
+from kvdock_server.transfer.devices.device import Device, DeviceStats, MappedGroup, format_uuid
 from kvdock_server.transfer.devices.driver import CudaError, CudaUnavailableError, load_driver
 from kvdock_server.transfer.devices.lane import Job
+from kvdock_server.transfer.devices.mapped_memory import MappedMemory
 from kvdock_server.transfer.devices.pinning import PinnedPool
-from kvdock_server.transfer.fan_out.load import Copied, Follower, Load, Relays, until_settled
+from kvdock_server.transfer.devices.waiting import until_settled
+from kvdock_server.transfer.fan_out.load import CopiedBytes, FanOutLoad, LoadFollower
+from kvdock_server.transfer.fan_out.peer_paths import PeerPaths
 from kvdock_server.transfer.plans.arrays import I64, U64
-from kvdock_server.transfer.plans.group_memory import DeviceAllocation, GroupLayout, LayoutError
-from kvdock_server.transfer.plans.planner import block_hosts
+from kvdock_server.transfer.plans.group_memory import (
+    IPC_HANDLE_BYTES,
+    DeviceAllocation,
+    GroupMemory,
+    LayoutError,
+)
+from kvdock_server.transfer.plans.planner import host_addresses
 
 logger = logging.getLogger(__name__)
 
-_EVENT_HANDLE_BYTES = 64
-_ADMIN_THREADS = 4
+_DRIVER_THREADS = 4
 
 
 class DeviceMemoryError(Exception):
@@ -48,37 +49,45 @@ class DeviceMemoryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GpuStats:
-    """The state of all GPU transfers. ``pin_refused`` is empty unless CUDA refused to pin."""
+    """The state of all GPU transfers."""
 
     pinned_bytes: int
+    """Bytes of the pool that are registered with CUDA."""
     pin_refused: str
+    """Why the rest of the pool stays unpinned. Empty unless CUDA refused."""
     devices: Sequence[DeviceStats]
 
 
 class GpuTransfers:
     """Transfers between one pool and the device memory of any number of workers.
 
-    Costs nothing until the first worker registers: no driver is loaded, no context made. Methods
-    belong to the event loop, except ``faulted`` and ``stats``.
+    Until the first worker registers, no driver is loaded and no context is made. Methods belong to
+    the event loop, except ``faulted`` and ``stats``.
     """
 
     def __init__(self, pool_address: int, pool_bytes: int) -> None:
         """``pool_address`` is where the pool is mapped in this process."""
         self._pool = PinnedPool(pool_address, pool_bytes)
         self._pool_range = range(pool_address, pool_address + pool_bytes)
-        self._admin = ThreadPoolExecutor(_ADMIN_THREADS, thread_name_prefix="device-memory")
-        self._relays = Relays(self._admin)
+        self._driver_threads = ThreadPoolExecutor(
+            _DRIVER_THREADS, thread_name_prefix="device-memory"
+        )
+        self._paths = PeerPaths(self._driver_threads)
         self._lock = threading.Lock()
         self._devices: dict[int, Device] = {}
+        """By ordinal."""
 
     def faulted(self, offset: int, nbytes: int) -> None:
-        """A range of the pool is backed by memory and can be pinned. Each byte once."""
+        """A range of the pool, from ``offset`` on, is backed by memory now and can be pinned.
+
+        Each byte is reported once. Any thread.
+        """
         self._pool.faulted(offset, nbytes)
 
     async def register(
         self,
         allocations: Sequence[DeviceAllocation],
-        groups: Mapping[int | None, GroupLayout],
+        groups: Mapping[int | None, GroupMemory],
     ) -> Registration:
         """Map a worker's allocations. ``groups`` are by group_idx, None for "no groups".
 
@@ -86,19 +95,19 @@ class GpuTransfers:
         that is not visible, memory that CUDA IPC does not export. LayoutError (a ValueError) if the
         description is wrong.
         """
-        mapped = self._admin.submit(self._map, list(allocations), dict(groups))
+        mapped = self._driver_threads.submit(self._map, list(allocations), dict(groups))
         try:
-            worker = await asyncio.wrap_future(mapped)
+            memory = await asyncio.wrap_future(mapped)
         except asyncio.CancelledError:
-            # Too late to stop it, where it has begun.
+            # If the thread has begun, it cannot be stopped, so what it maps is closed afterwards.
             if not mapped.cancelled():
                 mapped.add_done_callback(self._abandon)
             raise
-        return Registration(worker, self._admin, self._relays, self._pool_range)
+        return Registration(memory, self._driver_threads, self._paths, self._pool_range)
 
     def stats(self) -> GpuStats:
         """A snapshot. Any thread."""
-        # No lock: that one is held while a context is made, and this is asked by the event loop.
+        # Without the lock, which is held while a context is made: the event loop calls this.
         devices = self._devices.copy().values()
         return GpuStats(
             self._pool.pinned_bytes,
@@ -111,15 +120,15 @@ class GpuTransfers:
 
         Registrations may be closed before or after. The pool may be unmapped when this returns.
         """
-        await asyncio.wrap_future(self._admin.submit(self._close))
+        await asyncio.wrap_future(self._driver_threads.submit(self._close))
 
-    def _abandon(self, mapped: Future[WorkerMemory]) -> None:
+    def _abandon(self, mapped: Future[MappedMemory]) -> None:
         if not mapped.cancelled() and mapped.exception() is None:
-            self._admin.submit(mapped.result().close)
+            self._driver_threads.submit(mapped.result().close)
 
     def _map(
-        self, allocations: list[DeviceAllocation], groups: dict[int | None, GroupLayout]
-    ) -> WorkerMemory:
+        self, allocations: list[DeviceAllocation], groups: dict[int | None, GroupMemory]
+    ) -> MappedMemory:
         device = self._device(allocations)
         if device.failure is not None:
             raise DeviceMemoryError(
@@ -128,17 +137,18 @@ class GpuTransfers:
             )
         self._pool.start(device.driver, device.context)
         try:
-            worker = WorkerMemory(device, allocations, groups)
+            memory = MappedMemory(device, allocations, groups)
         except CudaError as error:
             raise DeviceMemoryError(
                 f"the worker's memory on {device.name} cannot be opened ({error}): CUDA IPC "
                 "exports plain device allocations only (no expandable segments, no cumem "
                 "allocator), and server and worker must share an IPC namespace"
             ) from error
-        logger.info("%s", worker.description)
-        return worker
+        logger.info("%s", memory.description)
+        return memory
 
     def _device(self, allocations: list[DeviceAllocation]) -> Device:
+        """The device on which the allocations lie, made if need be."""
         uuids = {allocation.device_uuid for allocation in allocations}
         if len(uuids) != 1:
             raise LayoutError(f"the allocations lie on {len(uuids)} devices: a worker has one")
@@ -177,19 +187,20 @@ class Registration:
 
     def __init__(
         self,
-        worker: WorkerMemory,
-        admin: ThreadPoolExecutor,
-        relays: Relays,
+        memory: MappedMemory,
+        driver_threads: ThreadPoolExecutor,
+        paths: PeerPaths,
         pool_range: range,
     ) -> None:
-        self._worker = worker
-        self._admin = admin
-        self._relays = relays
+        """``pool_range`` are the addresses of the pool in this process."""
+        self._memory = memory
+        self._driver_threads = driver_threads
+        self._paths = paths
         self._pool_range = pool_range
         self._jobs: set[Job] = set()
-        self._followers: WeakSet[Follower] = WeakSet()
+        self._followers: WeakSet[LoadFollower] = WeakSet()
         self._closing: asyncio.Task[None] | None = None
-        self.description = worker.description
+        self.description = memory.description
         """What was opened and how it is copied, for a log line."""
 
     async def store(
@@ -200,13 +211,14 @@ class Registration:
         ready_event: bytes = b"",
         seconds: float = float("inf"),
     ) -> None:
-        """Copy blocks from the device to the pool: a chunk's blocks to each slot.
+        """Copy blocks from the device to the pool: the blocks of each chunk to one slot.
 
-        ``slot_offsets`` are bytes from the beginning of the pool, each slot the group's
-        ``chunk_bytes`` long; ``block_ids`` come chunk by chunk. Copying starts when the event of
-        that 64-byte IPC handle is done, at once if there is none. After ``seconds`` it is given up.
+        ``block_ids`` come chunk by chunk. ``slot_offsets`` has one slot for each chunk, in bytes
+        from the beginning of the pool; a slot is the group's ``chunk_bytes`` long. Copying starts
+        when ``ready_event`` is done, an event's 64-byte IPC handle, or at once if it is empty.
+        After ``seconds`` the transfer is given up.
 
-        ValueError if the arguments do not fit the layout. TransferFailedError if not all bytes
+        ValueError if the arguments do not fit the group. TransferFailedError if not all bytes
         arrived; then none of the slots may be used. When this has returned, raised or been
         cancelled, nothing touches the slots any more.
         """
@@ -214,8 +226,8 @@ class Registration:
         group, ids, hosts = self._checked(group_idx, block_ids, slot_offsets, 0, ready_event)
         if not len(ids):
             return
-        device = self._worker.device
-        start = ReadyEvent(self._worker.ready_events, ready_event)
+        device = self._memory.device
+        start = ReadyEvent(self._memory.events, ready_event)
         transfer = BlockTransfer(device, Direction.STORE, group, ids, hosts, start)
         with self._under_way(device.submit(Direction.STORE, transfer, deadline)) as job:
             await until_settled(job)
@@ -228,16 +240,16 @@ class Registration:
         skip_blocks: int = 0,
         ready_event: bytes = b"",
         seconds: float = float("inf"),
-        followers: Sequence[Follower] = (),
-    ) -> Copied:
-        """Copy chunks from the pool to the device, all but ``skip_blocks`` blocks of the first.
+        followers: Sequence[LoadFollower] = (),
+    ) -> CopiedBytes:
+        """Copy chunks from the pool to the device, without ``skip_blocks`` blocks of the first.
 
         As ``store``, the other way. After an error some of the blocks may be overwritten.
 
-        ``followers`` get the same bytes at the same block ids, from this device where it reaches
-        theirs, and each tells in ``failure`` whether it has them all. Their groups must have the
-        same bytes a block, and the blocks. None of them makes the load fail or wait for long; if
-        the load fails, they fail.
+        ``followers`` get the same bytes at the same block ids. These come from this device where it
+        has a path to theirs, else from the pool. Each follower tells in ``failure`` whether it has
+        them all. A follower's group must have the same bytes a block, and all the blocks. A
+        follower never makes the load fail or wait for long. If the load fails, so do they.
         """
         deadline = time.monotonic() + seconds
         group, ids, hosts = self._checked(
@@ -246,40 +258,40 @@ class Registration:
         for follower in followers:
             _check_follower(follower, group_idx, group.planner.layout, ids)
         if not len(ids):
-            return Copied()
+            return CopiedBytes()
         wanting = [follower for follower in followers if not follower.has_given_up]
-        relays = await self._relays.open_in_time(
-            self._worker, [follower.worker for follower in wanting], deadline
+        paths = await self._paths.open_in_time(
+            self._memory, [follower.memory for follower in wanting], deadline
         )
         self._check_open()
-        load = Load(self._worker, group_idx, ids, hosts, ready_event, deadline)
-        with self._under_way(load.start(zip(wanting, relays, strict=True))) as job:
+        load = FanOutLoad(self._memory, group_idx, ids, hosts, ready_event, deadline)
+        with self._under_way(load.start(zip(wanting, paths, strict=True))) as job:
             return await load.end(job)
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be copied any more: the device failed. None if it did not."""
-        return self._worker.device.failure
+        """Why nothing can be copied any more, since the device failed. None if it did not."""
+        return self._memory.device.failure
 
-    def follower(self) -> Follower:
-        """This worker as one that another's ``retrieve`` fills as well.
+    def follower(self) -> LoadFollower:
+        """This worker as a follower, for another worker's ``retrieve``.
 
         DeviceMemoryError if the memory is not registered any more.
         """
         self._check_open()
-        follower = Follower(self._worker, self._admin)
+        follower = LoadFollower(self._memory, self._driver_threads)
         self._followers.add(follower)
         return follower
 
     def expect_follower(self, other: Registration) -> None:
-        """Open the way to another worker's memory behind what goes on; loads find it open then."""
+        """Open the path to another worker's memory in the background, before a load needs it."""
         if self._closing is None and other._closing is None:
-            self._relays.between(self._worker, other._worker)
+            self._paths.between(self._memory, other._memory)
 
     async def close(self) -> None:
-        """Cancel transfers and unmap the memory. Returns when the driver has let go of it.
+        """Cancel transfers and unmap the memory. Returns when the memory is unmapped.
 
-        Goes on when its caller is cancelled. May be called again.
+        Goes on in the background if the caller is cancelled. May be called again.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -292,12 +304,12 @@ class Registration:
         settled = [asyncio.wrap_future(job.settled) for job in jobs]
         await asyncio.gather(*settled, return_exceptions=True)
         await asyncio.gather(*(follower.give_up() for follower in list(self._followers)))
-        await self._relays.close(self._worker)
-        await asyncio.wrap_future(self._admin.submit(self._worker.close))
+        await self._paths.close(self._memory)
+        await asyncio.wrap_future(self._driver_threads.submit(self._memory.close))
 
     @contextmanager
     def _under_way(self, job: Job) -> Iterator[Job]:
-        """``close`` ends the job."""
+        """Until the block ends, ``close`` cancels the job."""
         self._jobs.add(job)
         try:
             yield job
@@ -316,20 +328,23 @@ class Registration:
         skip_blocks: int,
         ready_event: bytes,
     ) -> tuple[MappedGroup, I64, U64]:
-        """The group, the block ids and their host addresses; ValueError if something is wrong."""
+        """The group, the block ids and their host addresses.
+
+        ValueError if an argument is wrong, DeviceMemoryError if the memory is closed.
+        """
         self._check_open()
-        group = self._worker.groups.get(group_idx)
+        group = self._memory.groups.get(group_idx)
         if group is None:
             raise ValueError(
-                f"group {group_idx} is not registered, {list(self._worker.groups)} are"
+                f"group {group_idx} is not registered, {list(self._memory.groups)} are"
             )
-        if len(ready_event) not in (0, _EVENT_HANDLE_BYTES):
+        if len(ready_event) not in (0, IPC_HANDLE_BYTES):
             raise ValueError(f"an event handle has 64 bytes, this one has {len(ready_event)}")
         ids = np.asarray(block_ids, dtype=np.int64)
         return group, ids, self._hosts(group.planner.layout, ids, slot_offsets, skip_blocks)
 
     def _hosts(
-        self, layout: GroupLayout, ids: I64, slot_offsets: Sequence[int], skip_blocks: int
+        self, layout: GroupMemory, ids: I64, slot_offsets: Sequence[int], skip_blocks: int
     ) -> U64:
         slots = np.asarray(slot_offsets, dtype=np.int64)
         if not 0 <= skip_blocks < layout.blocks_per_chunk:
@@ -349,13 +364,14 @@ class Registration:
             raise ValueError(f"block id {wrong}: {layout.num_blocks} blocks are registered")
         if slots.min() < 0 or slots.max() > len(self._pool_range) - layout.chunk_bytes:
             raise ValueError(f"slots at {slots.min()} to {slots.max()}: one is outside the pool")
-        return block_hosts(slots + self._pool_range.start, layout, skip_blocks)
+        return host_addresses(slots + self._pool_range.start, layout, skip_blocks)
 
 
 def _check_follower(
-    follower: Follower, group_idx: int | None, layout: GroupLayout, ids: I64
+    follower: LoadFollower, group_idx: int | None, layout: GroupMemory, ids: I64
 ) -> None:
-    group = follower.worker.groups.get(group_idx)
+    """ValueError unless the follower has the blocks, of the same size."""
+    group = follower.memory.groups.get(group_idx)
     if group is None:
         raise ValueError(f"group {group_idx} of a follower is not registered")
     theirs = group.planner.layout

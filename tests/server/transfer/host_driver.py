@@ -32,12 +32,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.devices.driver import CudaError, Memcpy2D, Side
+from kvdock_server.transfer.devices.driver import CudaError, Side
+from kvdock_server.transfer.devices.libcuda import Memcpy2D
 from kvdock_server.transfer.plans.arrays import U64
 
 UUID = bytes(range(16))
-MOVE_BLOCKS, RELAY_BLOCKS = 1, 2
-KERNELS = {"move_blocks": MOVE_BLOCKS, "relay_blocks": RELAY_BLOCKS}
+MOVE_BLOCKS, COPY_TO_PEER = 1, 2
+KERNELS = {"move_blocks": MOVE_BLOCKS, "copy_to_peer": COPY_TO_PEER}
 """What stands for the functions that CuPy would make."""
 
 Bytes = npt.NDArray[np.uint8]
@@ -357,8 +358,8 @@ class HostDriver:
         if function == MOVE_BLOCKS:
             self._move_blocks(stream, arguments)
         else:
-            assert function == RELAY_BLOCKS
-            self._relay_blocks(stream, arguments)
+            assert function == COPY_TO_PEER
+            self._copy_to_peer(stream, arguments)
 
     def _move_blocks(self, stream: int, arguments: Sequence[Any]) -> None:
         *columns, many, buffer, block_bytes, segments, regions, _, gather = (
@@ -373,7 +374,7 @@ class HostDriver:
                 target, source = (staged, page) if gather else (page, staged)
                 self._copy(target, source, nbytes, stream)
 
-    def _relay_blocks(self, stream: int, arguments: Sequence[Any]) -> None:
+    def _copy_to_peer(self, stream: int, arguments: Sequence[Any]) -> None:
         *columns, segments, pairs, _ = (argument.value for argument in arguments[:-1])
         table = [_read(column, ctypes.c_uint64, pairs) for column in columns]
         for block in list(arguments[-1])[: segments // pairs]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupLayout
+from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupMemory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -24,7 +24,7 @@ class Case:
     ``pages(arrays, block)`` lists the block's pages, views of the arrays in the host's order.
     """
 
-    layout: GroupLayout
+    layout: GroupMemory
     allocation_bytes: list[int]
     pages: Callable[[list[Bytes], int], list[Bytes]]
 
@@ -42,7 +42,7 @@ def kv_first(layers: int, blocks: int, half: int, chunk: int, pad: int) -> Case:
         return [tensor[kv, block] for tensor in tensors for kv in range(2)]
 
     size = pad + 2 * blocks * half + 5
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [size] * layers, pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [size] * layers, pages)
 
 
 def kv_first_one_allocation(layers: int, blocks: int, half: int, chunk: int, pad: int) -> Case:
@@ -58,7 +58,7 @@ def kv_first_one_allocation(layers: int, blocks: int, half: int, chunk: int, pad
         tensors = arrays[0].reshape(layers, tensor_bytes)[:, : 2 * blocks * half]
         return [tensor.reshape(2, blocks, half)[kv, block] for tensor in tensors for kv in range(2)]
 
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [layers * tensor_bytes], pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [layers * tensor_bytes], pages)
 
 
 def block_first(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Case:
@@ -68,7 +68,7 @@ def block_first(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Ca
     def pages(arrays: list[Bytes], block: int) -> list[Bytes]:
         return [a[pad : pad + blocks * page].reshape(blocks, page)[block] for a in arrays]
 
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [pad + blocks * page] * layers, pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [pad + blocks * page] * layers, pages)
 
 
 def layer_major(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Case:
@@ -80,7 +80,7 @@ def layer_major(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Ca
         tensors = arrays[0].reshape(layers, layer_bytes)[:, : blocks * page]
         return [tensor.reshape(blocks, page)[block] for tensor in tensors]
 
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [layers * layer_bytes], pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [layers * layer_bytes], pages)
 
 
 def block_major(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Case:
@@ -91,7 +91,7 @@ def block_major(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Ca
     def pages(arrays: list[Bytes], block: int) -> list[Bytes]:
         return list(arrays[0].reshape(blocks, stride)[block, : layers * page].reshape(layers, page))
 
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [blocks * stride], pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [blocks * stride], pages)
 
 
 def permuted(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Case:
@@ -105,7 +105,7 @@ def permuted(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Case:
         rows = arrays[0].reshape(blocks, layers, page_stride)[block, :, :page]
         return [rows[layer] for layer in order]
 
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [blocks * stride], pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [blocks * stride], pages)
 
 
 def kernel_blocks(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Case:
@@ -120,7 +120,7 @@ def kernel_blocks(layers: int, blocks: int, page: int, chunk: int, pad: int) -> 
         return [t[3 * block : 3 * block + 3].reshape(-1) for t in tensors]
 
     size = pad + blocks * 3 * kernel_page
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [size] * layers, pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [size] * layers, pages)
 
 
 def unequal_pages(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Case:
@@ -136,7 +136,7 @@ def unequal_pages(layers: int, blocks: int, page: int, chunk: int, pad: int) -> 
         ]
 
     return Case(
-        GroupLayout(blocks, chunk, tuple(regions)), [pad + blocks * size for size in sizes], pages
+        GroupMemory(blocks, chunk, tuple(regions)), [pad + blocks * size for size in sizes], pages
     )
 
 
@@ -163,7 +163,7 @@ def _one_pitch(sizes: list[int], blocks: int, chunk: int, pad: int) -> Case:
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [layers * room], pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [layers * room], pages)
 
 
 def two_strides(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Case:
@@ -179,7 +179,7 @@ def two_strides(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Ca
             for row, stride in zip(rows, strides, strict=True)
         ]
 
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [layers * room], pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [layers * room], pages)
 
 
 def interleaved(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Case:
@@ -190,7 +190,7 @@ def interleaved(layers: int, blocks: int, page: int, chunk: int, pad: int) -> Ca
         rows = arrays[0].reshape(-1, page)
         return [rows[4 * block], rows[1 + 8 * block]]
 
-    return Case(GroupLayout(blocks, chunk, tuple(regions)), [8 * blocks * page], pages)
+    return Case(GroupMemory(blocks, chunk, tuple(regions)), [8 * blocks * page], pages)
 
 
 CASES: dict[str, Callable[[int, int, int, int, int], Case]] = {

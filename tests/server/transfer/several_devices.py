@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock_server.transfer import (
-    Copied,
+    CopiedBytes,
     DeviceAllocation,
-    Follower,
     GpuTransfers,
+    LoadFollower,
     Registration,
 )
 
@@ -78,13 +78,13 @@ class Setting:
 
     async def load(
         self, leader: Worker, others: list[Worker], event: bytes = b"", seconds: float = 10
-    ) -> tuple[Copied, list[Follower]]:
+    ) -> tuple[CopiedBytes, list[LoadFollower]]:
         followers = [worker.registration.follower() for worker in others]
         return await self.load_for(leader, followers, event, seconds), followers
 
     async def load_for(
-        self, leader: Worker, followers: list[Follower], event: bytes = b"", seconds: float = 10
-    ) -> Copied:
+        self, leader: Worker, followers: list[LoadFollower], event: bytes = b"", seconds: float = 10
+    ) -> CopiedBytes:
         return await leader.registration.retrieve(
             None, TARGET, self.slots(leader), SKIP, event, seconds, followers
         )

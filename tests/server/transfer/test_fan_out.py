@@ -11,20 +11,21 @@ from pathlib import Path
 import pytest
 
 from kvdock_server.transfer import (
-    Copied,
+    CopiedBytes,
     DeviceAllocation,
     DeviceMemoryError,
-    Follower,
+    LoadFollower,
     TransferFailedError,
 )
+from kvdock_server.transfer.devices import kernels as device_kernels
 from kvdock_server.transfer.devices.lane import Job, Lane, Transfer
-from kvdock_server.transfer.fan_out import peer_kernel, peer_path
+from kvdock_server.transfer.fan_out import transfer
 from kvdock_server.transfer.plans import planner
-from kvdock_server.transfer.plans.cost_model import COPY_PRICES
+from kvdock_server.transfer.plans.cost_model import COST_MODEL
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
-from host_driver import RELAY_BLOCKS, HostDriver, uuid
+from host_driver import COPY_TO_PEER, HostDriver, uuid
 from several_devices import BLOCKS, LOADED_BLOCKS, PER_CHUNK, POOL_BYTES, Setting, Worker
 
 EVENT = b"e" * 64
@@ -43,11 +44,11 @@ async def test_every_layout_is_copied_once_and_passed_on(setting: Setting, name:
     await pinned(setting)
     copied, followers = await setting.load(workers[0], workers[1:])
     nbytes = LOADED_BLOCKS * workers[0].case.layout.block_bytes
-    assert copied == Copied(nbytes, 3 * nbytes)
+    assert copied == CopiedBytes(nbytes, 3 * nbytes)
     assert [follower.failure for follower in followers] == [None] * 3
     assert all(setting.is_filled(worker) for worker in workers)
     moved = setting.transfers.stats().devices[0].copied_bytes
-    assert moved["load", "RelayedBlocks"] == nbytes
+    assert moved["load", "ForwardedBlocks"] == nbytes
 
 
 @pytest.mark.usefixtures("kernels")
@@ -56,12 +57,12 @@ async def test_every_layout_is_copied_once_and_passed_on(setting: Setting, name:
 async def test_kernels_pass_on_what_would_be_many_copies(
     setting: Setting, name: str, few_ids: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_kernel, "FEW_IDS", few_ids)
+    monkeypatch.setattr(device_kernels, "FEW_IDS", few_ids)
     workers = await setting.workers(name)
     await setting.load(workers[0], workers[1:])
     assert all(setting.is_filled(worker) for worker in workers)
     # A block in one piece is one copy.
-    assert (RELAY_BLOCKS in setting.driver.launched) == (name != "block-major")
+    assert (COPY_TO_PEER in setting.driver.launched) == (name != "block-major")
     for worker in workers:
         await worker.registration.close()
 
@@ -96,7 +97,7 @@ async def test_without_a_way_between_the_devices_each_gets_its_own_copy(setting:
     setting.driver.refused.add((1, list(setting.driver.exported)[2]))  # device 2's, from device 0
     copied, followers = await setting.load(workers[0], [*workers[1:], same_device])
     nbytes = LOADED_BLOCKS * workers[0].case.layout.block_bytes
-    assert copied == Copied(4 * nbytes, nbytes)
+    assert copied == CopiedBytes(4 * nbytes, nbytes)
     assert [follower.failure for follower in followers] == [None] * 4
     assert all(setting.is_filled(worker) for worker in (*workers, same_device))
 
@@ -197,7 +198,7 @@ async def test_one_who_gives_up_costs_the_others_nothing(setting: Setting, peers
     setting.driver.ready_events.add(EVENT)
     copied = await task
     nbytes = LOADED_BLOCKS * workers[0].case.layout.block_bytes
-    assert copied == (Copied(nbytes, nbytes) if peers else Copied(2 * nbytes, 0))
+    assert copied == (CopiedBytes(nbytes, nbytes) if peers else CopiedBytes(2 * nbytes, 0))
     assert [setting.is_filled(worker) for worker in workers] == [True, False, False, True]
     assert [follower.failure is None for follower in followers] == [False, False, True]
     await followers[2].give_up()  # too late to matter
@@ -228,7 +229,7 @@ async def reached(gate: Gate) -> None:
 
 async def stopped_in_the_middle(
     setting: Setting, workers: list[Worker]
-) -> tuple[list[Follower], Gate, asyncio.Task[Copied]]:
+) -> tuple[list[LoadFollower], Gate, asyncio.Task[CopiedBytes]]:
     """A load for all that waits in a copy between devices until the gate is open."""
     setting.driver.others_first = False
     gate = Gate(setting.driver, 5)
@@ -335,7 +336,9 @@ async def test_a_follower_that_does_not_fit_is_refused(
 async def test_nothing_to_copy_is_no_error(setting: Setting) -> None:
     workers = await setting.workers()
     followers = [worker.registration.follower() for worker in workers[1:]]
-    assert await workers[0].registration.retrieve(None, [], [], followers=followers) == Copied()
+    assert (
+        await workers[0].registration.retrieve(None, [], [], followers=followers) == CopiedBytes()
+    )
     assert [follower.failure for follower in followers] == [None] * 3
 
 
@@ -343,9 +346,9 @@ async def test_nothing_to_copy_is_no_error(setting: Setting) -> None:
 def test_windows_are_bounded_and_grow_shorter_towards_the_end(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_path, "WINDOW_BYTES", 128 * 7)
-    monkeypatch.setattr(peer_path, "LAST_WINDOW_BYTES", 32 * 7)
-    windows = list(peer_path._windows(count, 7))
+    monkeypatch.setattr(transfer, "WINDOW_BYTES", 128 * 7)
+    monkeypatch.setattr(transfer, "LAST_WINDOW_BYTES", 32 * 7)
+    windows = list(transfer._windows(count, 7))
     assert [block for window in windows for block in range(count)[window]] == list(range(count))
     sizes = [window.stop - window.start for window in windows]
     assert max(sizes) <= 128
@@ -359,16 +362,17 @@ def test_windows_are_bounded_and_grow_shorter_towards_the_end(
 async def test_only_who_passes_on_stages_what_is_not_worth_it_otherwise(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (planner, peer_path):
-        prices = COPY_PRICES._replace(stage_segments_below=0.0, stage_passed_on_below=1.0)
-        monkeypatch.setattr(module, "COPY_PRICES", prices)
+    model = COST_MODEL._replace(stage_segments_below=0.0, stage_forwarded_below=1.0)
+    monkeypatch.setattr(planner, "COST_MODEL", model)
     workers = await setting.workers("block first, layers apart")
-    memories = [worker.registration._worker for worker in workers]
-    assert not any(group.table for memory in memories for group in memory.groups.values())
+    memories = [worker.registration._memory for worker in workers]
+    assert not any(group.kernel for memory in memories for group in memory.groups.values())
     await setting.load(workers[0], workers[1:])
     assert all(setting.is_filled(worker) for worker in workers)
-    tables = [group.table is not None for memory in memories for group in memory.groups.values()]
-    assert tables == [True] + [False] * (len(tables) - 1)
+    has_kernel = [
+        group.kernel is not None for memory in memories for group in memory.groups.values()
+    ]
+    assert has_kernel == [True] + [False] * (len(has_kernel) - 1)
     kinds = {kind for _, kind in setting.transfers.stats().devices[0].copied_bytes}
     assert "ScatteredBlocks" in kinds
     for worker in workers:

@@ -16,7 +16,7 @@ from kvdock_server.transfer import (
     DeviceAllocation,
     DeviceMemoryError,
     GpuTransfers,
-    GroupLayout,
+    GroupMemory,
     LayoutError,
     Registration,
     TransferFailedError,
@@ -64,7 +64,7 @@ class Setting:
 
 @pytest.fixture
 async def setting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setting]:
-    monkeypatch.setattr(pinning, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(pinning, "SECTION_BYTES", 4096)
     setting = Setting()
     monkeypatch.setattr(gpu, "load_driver", lambda: setting.driver)
     yield setting
@@ -267,7 +267,7 @@ async def test_nothing_to_copy_is_no_error(setting: Setting) -> None:
 async def test_two_groups_of_one_worker(setting: Setting) -> None:
     case = kv_layouts.CASES["block-major"](3, BLOCKS, 96, PER_CHUNK, 0)
     allocations, arrays = setting.export(case)
-    wide = GroupLayout(BLOCKS // 2, 2, (case.layout.regions[0],))
+    wide = GroupMemory(BLOCKS // 2, 2, (case.layout.regions[0],))
     registration = await setting.transfers.register(allocations, {0: case.layout, 1: wide})
     await registration.store(1, [5, 6], [0])
     page = case.layout.regions[0].page_bytes

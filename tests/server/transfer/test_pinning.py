@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvdock_server.transfer.devices.driver import CudaError
-from kvdock_server.transfer.devices.pinning import PIECE_BYTES, PinnedPool
+from kvdock_server.transfer.devices.pinning import SECTION_BYTES, PinnedPool
 
 BASE = 1 << 44
-SIZE = 2 * PIECE_BYTES + PIECE_BYTES // 2
+SIZE = 2 * SECTION_BYTES + SECTION_BYTES // 2
 
 
 class RecordingDriver:
@@ -50,24 +50,24 @@ def settle(pool: PinnedPool, nbytes: int) -> None:
 
 def test_a_piece_is_pinned_when_all_of_it_is_there(pool: PinnedPool) -> None:
     driver = RecordingDriver()
-    half = PIECE_BYTES // 2
-    pool.faulted(half, PIECE_BYTES)  # the second half of one piece, the first of the next
+    half = SECTION_BYTES // 2
+    pool.faulted(half, SECTION_BYTES)  # the second half of one piece, the first of the next
     pool.start(driver, 0)  # type: ignore[arg-type]
-    pool.faulted(2 * PIECE_BYTES, half)  # the last piece, which is short
+    pool.faulted(2 * SECTION_BYTES, half)  # the last piece, which is short
     settle(pool, half)
-    hosts = np.array([BASE, BASE + PIECE_BYTES, BASE + 2 * PIECE_BYTES], dtype=np.uint64)
+    hosts = np.array([BASE, BASE + SECTION_BYTES, BASE + 2 * SECTION_BYTES], dtype=np.uint64)
     covered = pool.covers(hosts)
     assert covered is not None
     assert covered.tolist() == [False, False, True]
     pool.faulted(0, half)
-    settle(pool, PIECE_BYTES + half)
-    pool.faulted(PIECE_BYTES + half, half)
+    settle(pool, SECTION_BYTES + half)
+    pool.faulted(SECTION_BYTES + half, half)
     settle(pool, SIZE)
     assert pool.covers(hosts) is None
     assert driver.registered == {
-        BASE: PIECE_BYTES,
-        BASE + PIECE_BYTES: PIECE_BYTES,
-        BASE + 2 * PIECE_BYTES: half,
+        BASE: SECTION_BYTES,
+        BASE + SECTION_BYTES: SECTION_BYTES,
+        BASE + 2 * SECTION_BYTES: half,
     }
     pool.stop()
     assert driver.registered == {}
@@ -80,8 +80,8 @@ def test_a_refused_limit_is_reported_and_the_rest_stays_unpinned(
     pool.faulted(0, SIZE)
     settle(pool, SIZE)
     assert pool.refused is not None
-    assert f"refused to pin more than {PIECE_BYTES} of the pool's {SIZE} bytes" in pool.refused
-    covered = pool.covers(np.array([BASE, BASE + PIECE_BYTES], dtype=np.uint64))
+    assert f"refused to pin more than {SECTION_BYTES} of the pool's {SIZE} bytes" in pool.refused
+    covered = pool.covers(np.array([BASE, BASE + SECTION_BYTES], dtype=np.uint64))
     assert covered is not None
     assert covered.tolist() == [True, False]
     pool.stop()

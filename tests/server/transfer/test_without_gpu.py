@@ -12,12 +12,12 @@ from kvdock_server.transfer import (
     DeviceAllocation,
     DeviceMemoryError,
     GpuTransfers,
-    GroupLayout,
+    GroupMemory,
     LayoutError,
 )
 from kvdock_server.transfer.devices.driver import CudaUnavailableError, load_driver
 
-LAYOUT = GroupLayout(4, 2, (BlockRegion(0, 0, 64, 64),))
+LAYOUT = GroupMemory(4, 2, (BlockRegion(0, 0, 64, 64),))
 ALLOCATION = DeviceAllocation(bytes(64), 256, bytes(16))
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from kvdock_server.transfer.devices.copy_streams import DeviceMover, Direction
+from kvdock_server.transfer.devices.copy_streams import CopyStreams, Direction
 from kvdock_server.transfer.devices.device import Device, MappedGroup
 from kvdock_server.transfer.devices.driver import CudaError
-from kvdock_server.transfer.devices.opened_events import ReadyEvents
+from kvdock_server.transfer.devices.opened_events import OpenedEvents
 from kvdock_server.transfer.plans.arrays import I64, U64
-from kvdock_server.transfer.plans.pieces import CopyPiece, Piece, RelayedBlocks
+from kvdock_server.transfer.plans.pieces import CopyPiece, ForwardedBlocks, Piece
 
 
-class Start(Protocol):
-    """When copying may start. Called on the thread of the transfer's lane only."""
+class StartCondition(Protocol):
+    """When a transfer may start to copy. Called on the thread of the transfer's lane only."""
 
     def has_come(self) -> bool:
-        """True from then on. Raises if it will not come."""
+        """True once copying may start, and from then on. Raises if it never may."""
         ...
 
     def close(self) -> None:
@@ -26,14 +26,15 @@ class Start(Protocol):
 
 
 class ReadyEvent:
-    """The start of a transfer when an event of the engine's is done; at once if there is none."""
+    """Holds a transfer back until an event of the engine's is done."""
 
-    def __init__(self, events: ReadyEvents, ipc_handle: bytes) -> None:
+    def __init__(self, events: OpenedEvents, ipc_handle: bytes) -> None:
+        """``ipc_handle`` is the event's, 64 bytes. Empty: the transfer may start at once."""
         self._events = events
         self._handle = ipc_handle
         self._event = 0
         self.was_done = not ipc_handle
-        """What ``has_come`` last said. Any thread."""
+        """The last answer of ``has_come``. Any thread may read it."""
 
     def has_come(self) -> bool:
         if not self.was_done:
@@ -47,8 +48,8 @@ class ReadyEvent:
             self._events.close(self._handle, self._event)
 
 
-class StartOfAnother:
-    """The start of a transfer that another one's event holds back as well."""
+class LeadersReadyEvent:
+    """Holds a follower's transfer back until the leader's transfer has seen its event done."""
 
     def __init__(self, event: ReadyEvent) -> None:
         self._event = event
@@ -57,14 +58,14 @@ class StartOfAnother:
         return self._event.was_done
 
     def close(self) -> None:
-        """The event is the other's."""
+        """The leader's transfer closes the event."""
 
 
 class BlockTransfer:
-    """Blocks ``ids`` of one group, from or to host addresses ``hosts``."""
+    """Copies blocks of one group from or to the pool."""
 
-    _passed_on = False
-    """Whether a load goes on to other devices."""
+    _forwarded = False
+    """True for a load that goes on to other devices."""
 
     def __init__(
         self,
@@ -73,9 +74,10 @@ class BlockTransfer:
         group: MappedGroup,
         ids: I64,
         hosts: U64,
-        start: Start,
+        start: StartCondition,
     ) -> None:
-        self._mover: DeviceMover = device.mover(direction)
+        """Block ``ids[i]`` is copied from or to host address ``hosts[i]``."""
+        self._streams: CopyStreams = device.streams(direction)
         self._group = group
         self._ids = ids
         self._hosts = hosts
@@ -89,25 +91,25 @@ class BlockTransfer:
         try:
             return self._start.has_come()
         except CudaError:
-            self._mover.check()
+            self._streams.check()
             raise
 
     def pieces(self) -> Iterator[Piece]:
         return self._copies(self._ids, self._hosts, stage=self._may_stage())
 
     def start(self, piece: Piece) -> int:
-        assert not isinstance(piece, RelayedBlocks)
-        return self._mover.start(piece, self._group.table)
+        assert not isinstance(piece, ForwardedBlocks)
+        return self._streams.start(piece, self._group.kernel)
 
     def finish(self) -> None:
         self._start.close()
 
     def _may_stage(self) -> bool:
         return (
-            self._group.table is not None
-            and self._group.planner.may_stage(passed_on=self._passed_on)
-            and self._mover.reserve_staging()
+            self._group.kernel is not None
+            and self._group.planner.may_stage(forwarded=self._forwarded)
+            and self._streams.reserve_staging()
         )
 
     def _copies(self, ids: I64, hosts: U64, *, stage: bool) -> Iterator[CopyPiece]:
-        return self._group.planner.plan(ids, hosts, stage=stage, passed_on=self._passed_on)
+        return self._group.planner.plan(ids, hosts, stage=stage, forwarded=self._forwarded)

@@ -1,4 +1,4 @@
-"""Carries pieces out on a GPU: one direction of one device, on the thread of its lane."""
+"""The CUDA streams that carry pieces out: one direction of one device, on its lane's thread."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from itertools import cycle
 
 import numpy as np
 
-from kvdock_server.transfer.devices.driver import (
+from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
+from kvdock_server.transfer.devices.kernels import GatherKernel
+from kvdock_server.transfer.devices.libcuda import (
     CUDA_ERROR_INVALID_VALUE,
-    CudaError,
-    Driver,
-    Side,
     rectangle_to_device,
     rectangle_to_host,
 )
 from kvdock_server.transfer.devices.pinning import PinnedPool
-from kvdock_server.transfer.devices.staging import RegionTable, StagingBuffers
-from kvdock_server.transfer.plans.pieces import CopyPiece, Rectangles, ScatteredBlocks, Segments
+from kvdock_server.transfer.devices.staging import StagingBuffers
+from kvdock_server.transfer.plans.pieces import (
+    CopyPiece,
+    Rectangles,
+    ScatteredBlocks,
+    Segments,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,23 +34,28 @@ _EVENTS = 16
 _POLL_SECONDS = 100e-6
 
 _BATCH_SEGMENTS = 512
-"""Segments in one call of the driver. Of 64 KiB each, calls of 512 run at 52.8 / 52.1 GB/s, of
-2,048 at 51.9 / 49.8, and one call of 16,384 at 36.2 / 33.9."""
+"""Segments in one call of the driver. With segments of 64 KiB, calls of 512 reach 52.8 / 52.1 GB/s
+(to host / to device), calls of 2,048 reach 51.9 / 49.8, and one call of 16,384 reaches 36.2 / 33.9.
+"""
 _FIRST_SEGMENTS = 32
 _FIRST_RECTANGLES = 4
-"""Copies in the first call where the link is idle, and twice as many in each further one: it begins
-when a call returns, which for 512 segments takes up to a millisecond on a processor that rested."""
+"""Copies in the first call where the link is idle; each further call has twice as many. The link
+begins only when a call returns, and a call with 512 segments takes up to a millisecond on a
+processor that rested."""
 
 
 class Direction(enum.Enum):
-    """Which way bytes go."""
+    """STORE is from the device to the host, LOAD from the host to the device."""
 
     STORE = "store"
     LOAD = "load"
 
 
-class DeviceMover:
-    """Queues copies on a stream of its own. All methods run on one thread."""
+class CopyStreams:
+    """Queues copies on streams of its own. All methods run on one thread.
+
+    A ticket stands for one started piece: it is an event that is done when the piece is.
+    """
 
     def __init__(
         self, driver: Driver, context: int, direction: Direction, pool: PinnedPool
@@ -56,15 +65,16 @@ class DeviceMover:
         self._store = direction is Direction.STORE
         self._pool = pool
         self._streams: list[int] = []
+        """For copies, for kernels, and for the ends of work on other streams."""
         self._events: list[int] = []
         self._staging: StagingBuffers | None = None
         self._under_way = 0
         self.failure: str | None = None
-        """Why nothing can be copied any more, in this process's life. Any thread."""
+        """Why this process can copy nothing any more. Any thread may read it."""
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory that staging holds now. Any thread."""
+        """Bytes of device memory that staging holds now. Any thread."""
         staging = self._staging
         return staging.nbytes if staging is not None else 0
 
@@ -80,20 +90,20 @@ class DeviceMover:
             raise
         self._next_event = cycle(self._events)
 
-    def start(self, piece: CopyPiece, table: RegionTable | None) -> int:
-        """Queue a piece. ``table`` is the group's, if its planner may stage.
+    def start(self, piece: CopyPiece, kernel: GatherKernel | None) -> int:
+        """Queue a piece; its ticket. ``kernel`` is the group's, needed for scattered blocks.
 
         CudaError if it cannot be queued; then nothing of it is under way.
         """
         try:
-            ticket = self._start(piece, table)
+            ticket = self._start(piece, kernel)
         except CudaError:
             self.end_all()
             raise
         self._under_way += 1
         return ticket
 
-    def _start(self, piece: CopyPiece, table: RegionTable | None) -> int:
+    def _start(self, piece: CopyPiece, kernel: GatherKernel | None) -> int:
         copies, kernels, _ = self._streams
         last = copies
         if isinstance(piece, Segments):
@@ -101,20 +111,20 @@ class DeviceMover:
         elif isinstance(piece, Rectangles):
             self._copy_rectangles(piece, copies)
         else:
-            assert table is not None
-            last = self._copy_staged(piece, table, copies, kernels)
+            assert kernel is not None
+            last = self._copy_staged(piece, kernel, copies, kernels)
         event = next(self._next_event)
         self._driver.record_event(event, last)
         return event
 
-    def mark(self, copied: int, spread: int) -> None:
-        """Record two events that together stand for all pieces started so far."""
+    def mark(self, copied: int, scattered: int) -> None:
+        """Record two events. When both are done, so are all pieces started so far."""
         copies, kernels, _ = self._streams
         self._driver.record_event(copied, copies)
-        self._driver.record_event(spread, kernels)
+        self._driver.record_event(scattered, kernels)
 
     def join(self, events: Sequence[int]) -> int:
-        """A ticket for work on other streams of the device: all that ``events`` stand for."""
+        """A ticket for work on other streams of the device: it is done when ``events`` are."""
         *_, ends = self._streams
         for event in events:
             self._driver.wait_event(ends, event)
@@ -124,10 +134,11 @@ class DeviceMover:
         return ticket
 
     def wait(self, ticket: int, *, more_under_way: bool) -> None:
+        """Return when the ticket's piece is done. CudaError if it failed."""
         self._under_way -= 1
         try:
             if more_under_way:
-                # There is time: the link is busy with the next piece.
+                # There is time, since the link is busy with the next piece.
                 while not self._driver.query_event(ticket):
                     time.sleep(_POLL_SECONDS)
             else:
@@ -137,17 +148,18 @@ class DeviceMover:
             raise
 
     def end_all(self) -> None:
-        """After an error: nothing is under way any more, ticket or not."""
+        """After an error: wait until nothing is under way any more, with a ticket or without."""
         for stream in self._streams:
-            with contextlib.suppress(CudaError):  # the first one is raised
+            with contextlib.suppress(CudaError):  # the caller raises the first error
                 self._driver.synchronize_stream(stream)
         self.check()
 
     def check(self) -> None:
         """After an error: find out whether anything can be copied any more.
 
-        What was refused leaves all else as it was. But once work on the device has failed (memory
-        errors, a link or device that is gone) CUDA answers everything with that error.
+        A call that was refused leaves everything else as it was. But once work on the device has
+        failed (a memory error, a link or device that is gone), CUDA answers every call with that
+        error.
         """
         try:
             self._driver.query_event(self._events[0])
@@ -162,7 +174,7 @@ class DeviceMover:
             self._driver.destroy_stream(stream)
 
     def reserve_staging(self) -> bool:
-        """Make the staging buffers unless they are there. False if there is no memory for them."""
+        """Make the staging buffers if need be. False if the device has no memory for them."""
         if self._staging is None:
             try:
                 self._staging = StagingBuffers(self._driver)
@@ -198,7 +210,7 @@ class DeviceMover:
             self._driver.copy_batch(target + at, source + at, size + at, end - start, stream)
 
     def _calls(self, count: int, first: int, most: int) -> Iterator[tuple[int, int]]:
-        """Ranges of ``count`` copies for one call of the driver each."""
+        """Ranges of ``count`` copies, one range for each call of the driver."""
         size = most if self._under_way else first
         start = 0
         while start < count:
@@ -226,8 +238,8 @@ class DeviceMover:
         except CudaError as error:
             if error.code != CUDA_ERROR_INVALID_VALUE:
                 raise
-            # A pitch of 2 GiB or more, CU_DEVICE_ATTRIBUTE_MAX_PITCH, is not documented to work. It
-            # does with driver 580, also beyond 4 GiB (tests/gpu), and large caches have it.
+            # Large caches have pitches of 2 GiB (CU_DEVICE_ATTRIBUTE_MAX_PITCH) or more. These are
+            # not documented to work. With driver 580 they do, also beyond 4 GiB (tests/gpu).
             logger.warning("this driver refuses rectangles, rows go one by one: %s", error)
             self._copy_segments(rectangles.rows(), stream)
 
@@ -248,21 +260,24 @@ class DeviceMover:
             rectangles.host_pitch.tolist(),
             strict=True,
         ):
-            copy = make(host, host_pitch, device, device_pitch)
-            copy.width_in_bytes = width
-            copy.height = height
+            copy = make(host, host_pitch, device, device_pitch, width, height)
             self._driver.copy_2d(copy, stream)
 
     def _copy_staged(
-        self, piece: ScatteredBlocks, table: RegionTable, copies: int, kernels: int
+        self, piece: ScatteredBlocks, kernel: GatherKernel, copies: int, kernels: int
     ) -> int:
-        """Kernel and copy on a stream each, so that neighbouring pieces overlap."""
+        """Queue kernel and copy, each on its own stream, so that neighbouring pieces overlap.
+
+        Returns the stream that ends the piece.
+        """
         assert self._staging is not None
-        buffer = np.uint64(self._staging.acquire())
-        in_buffer = Segments(piece.host.device + buffer, piece.host.host, piece.host.nbytes)
+        buffer = self._staging.acquire()
+        in_buffer = Segments(
+            piece.host.device + np.uint64(buffer.address), piece.host.host, piece.host.nbytes
+        )
         event = next(self._next_event)
         if self._store:
-            self._staging.launch(table, piece, kernels, gather=True)
+            kernel.launch(piece, buffer.address, buffer.ids_address, kernels, gather=True)
             self._driver.record_event(event, kernels)
             self._driver.wait_event(copies, event)
             self._copy_segments(in_buffer, copies)
@@ -271,7 +286,7 @@ class DeviceMover:
             self._copy_segments(in_buffer, copies)
             self._driver.record_event(event, copies)
             self._driver.wait_event(kernels, event)
-            self._staging.launch(table, piece, kernels, gather=False)
+            kernel.launch(piece, buffer.address, buffer.ids_address, kernels, gather=False)
             last = kernels
-        self._staging.release(last)
+        self._staging.release(buffer, last)
         return last

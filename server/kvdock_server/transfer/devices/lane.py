@@ -1,17 +1,18 @@
 """A lane: one thread that copies in one direction for one device.
 
-Each device has two, so that loads never wait behind stores. A lane keeps a few pieces under way, so
-that the link never waits for the thread. The next piece is, in turn, the first job's and that of
-the job with the least left: a small load passes a large one, which is not held up for ever. Equal
-jobs end one after the other, the first as soon as it can; if they shared the link they would all
-end late, and leave it idle together while their callers ask for more.
+Each device has two lanes, so that loads never wait behind stores. A lane keeps a few pieces under
+way, so that the link never waits for the thread. It takes the next piece in turn from the first job
+and from the job with the least left. So a small load passes a large one, and the large one is not
+held up for ever. Equal jobs end one after the other, the first as soon as it can. If they shared
+the link, all of them would end late, and together, and the link would be idle while their callers
+ask for more.
 
 A job starts when it is ready, that is when the engine's kernels before it are done. The lane asks
-(an event query) and does not queue a wait on its stream: a wait would stop every job behind it,
-and could not be taken back when the engine that was to complete it hangs or is killed.
+for that (an event query) and does not queue a wait on its stream. Such a wait would stop every job
+behind it, and could not be taken back when the engine that was to complete it hangs or is killed.
 
 A cancelled job ends at the next piece. ``Job.settled`` is resolved only when none of its pieces is
-under way any more: until then its memory is in use.
+under way any more, because until then its memory is in use.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from typing import Protocol
 
 from kvdock_server.transfer.plans.pieces import (
     STAGING_BUFFERS,
+    ForwardedBlocks,
     Piece,
-    RelayedBlocks,
     ScatteredBlocks,
 )
 
@@ -37,12 +38,12 @@ logger = logging.getLogger(__name__)
 _LEAST_UNDER_WAY = 2
 _MOST_UNDER_WAY = 6
 _FULL_BYTES = 160 << 20
-"""Under way are two pieces, and more if these are little: the thread may be late, since it shares
-the interpreter with the event loop. What a load passes on to other devices are pieces as well, but
-take nothing of the link."""
+"""Two pieces are under way, and more as long as all have fewer bytes than this: the thread may be
+late, since it shares the interpreter with the event loop. Forwarded blocks are pieces as well, but
+take nothing of the link, so their bytes do not count."""
 _FIRST_POLL_SECONDS = 50e-6
 _LAST_POLL_SECONDS = 500e-6
-"""A kernel that is not done soon is asked after less and less often."""
+"""Pauses between two looks for a ready job. They grow from the first to the last while none is."""
 
 
 class TransferFailedError(Exception):
@@ -54,15 +55,15 @@ class TransferCancelledError(TransferFailedError):
 
 
 class Transfer(Protocol):
-    """What a lane needs to carry a job out. Called on the lane's thread only."""
+    """What a job does. All methods are called on the lane's thread only."""
 
     @property
     def total_bytes(self) -> int:
-        """About how much there is to copy."""
+        """About how many bytes there are to copy."""
         ...
 
     def ready(self) -> bool:
-        """True once copying may start. Called until it is."""
+        """True once copying may start. Not called any more after that."""
         ...
 
     def pieces(self) -> Iterator[Piece]:
@@ -70,7 +71,7 @@ class Transfer(Protocol):
         ...
 
     def start(self, piece: Piece) -> int:
-        """Start to copy a piece; a ticket for ``Mover.wait``."""
+        """Start to copy a piece; its ticket for ``Streams.wait``."""
         ...
 
     def finish(self) -> None:
@@ -78,17 +79,17 @@ class Transfer(Protocol):
         ...
 
 
-class Mover(Protocol):
-    """The device side of a lane. Called on the lane's thread only."""
+class Streams(Protocol):
+    """The streams on which a lane's pieces run. Called on the lane's thread only."""
 
     def open(self) -> None:
         """Called once, first."""
         ...
 
     def wait(self, ticket: int, *, more_under_way: bool) -> None:
-        """Return when the piece is copied. Tickets come in the order of their making.
+        """Return when the ticket's piece is copied. Tickets come in the order of their making.
 
-        With ``more_under_way`` there is no hurry; without, somebody waits for just this.
+        ``more_under_way``: there is no hurry. Without it somebody waits for just this piece.
         """
         ...
 
@@ -101,8 +102,8 @@ class Mover(Protocol):
 class Job:
     """One transfer in a lane. ``settled`` has no result, or the error that ended the transfer.
 
-    No piece is started after ``deadline`` (time.monotonic), whatever happens: not even if this
-    process was stopped meanwhile, as the blocks may belong to others then.
+    No piece is started after ``deadline`` (time.monotonic). That also holds if this process was
+    stopped meanwhile: the blocks may belong to others by then.
     """
 
     transfer: Transfer
@@ -114,20 +115,21 @@ class Job:
     _exhausted: bool = False
     _under_way: int = 0
     bytes_left: int = 0
-    """To be started."""
+    """About how many bytes are still to be started."""
 
     def __post_init__(self) -> None:
         self.bytes_left = self.transfer.total_bytes
-        self.settled.set_running_or_notify_cancel()  # who waits may give up, the job may not
+        # So a waiter that is cancelled does not cancel the future.
+        self.settled.set_running_or_notify_cancel()
 
     def cancel(self) -> None:
-        """End at the next piece. Any thread."""
+        """End the job at the next piece. Any thread."""
         self._cancelled = True
 
-    # The rest is the lane's, on its thread.
+    # The lane calls the rest, on its thread.
 
     def is_ready(self) -> bool:
-        """True if the job is to be run, be it only to end it."""
+        """True if the job can be run, or must be ended."""
         try:
             return self._cancelled or self._is_late() or self.transfer.ready()
         except Exception as error:
@@ -135,7 +137,7 @@ class Job:
             return True
 
     def start_next(self) -> tuple[Piece, int] | None:
-        """Start the next piece; None if there is none, be it for an error."""
+        """Start the next piece; the piece and its ticket. None if the job starts no more pieces."""
         try:
             if self._cancelled:
                 raise TransferCancelledError("the transfer was cancelled")
@@ -160,13 +162,13 @@ class Job:
         return time.monotonic() > self.deadline
 
     def piece_ended(self, error: Exception | None) -> None:
-        """A piece that was started is not under way any more."""
+        """A started piece is not under way any more. ``error`` if it failed."""
         self._under_way -= 1
         self._error = self._error or error
         self._settle_if_done()
 
     def give_up(self, error: TransferFailedError) -> None:
-        """End a job that has no piece under way."""
+        """End the job, which has no piece under way, with ``error``."""
         self._error = self._error or error
         self._exhausted = True
         self._settle_if_done()
@@ -189,11 +191,11 @@ class Job:
 
 
 class Lane:
-    """See above. ``submit`` and ``close`` may be called from any thread."""
+    """A thread, and the jobs that it carries out. See the top of this module."""
 
-    def __init__(self, name: str, mover: Mover, *, moved: Callable[[Piece], None]) -> None:
+    def __init__(self, name: str, streams: Streams, *, moved: Callable[[Piece], None]) -> None:
         """``moved`` is called for each piece that was copied, on the lane's thread."""
-        self._mover = mover
+        self._streams = streams
         self._moved = moved
         self._wake = threading.Condition()
         self._new: deque[Job] = deque()
@@ -208,7 +210,7 @@ class Lane:
         self._thread.start()
 
     def submit(self, transfer: Transfer, deadline: float = float("inf")) -> Job:
-        """Queue a transfer. After ``close`` it settles as cancelled at once."""
+        """Queue a transfer. After ``close`` it settles as cancelled at once. Any thread."""
         job = Job(transfer, deadline)
         with self._wake:
             if self._closed is None:
@@ -219,7 +221,7 @@ class Lane:
         return job
 
     def close(self) -> None:
-        """Cancel what is there, wait for the pieces under way, and end the thread."""
+        """Cancel all jobs, wait for the pieces under way, and end the thread. Any other thread."""
         self._refuse(TransferCancelledError("the server closes this device"))
         self._thread.join()
 
@@ -230,7 +232,7 @@ class Lane:
 
     def _run(self) -> None:
         try:
-            self._mover.open()
+            self._streams.open()
         except Exception as error:
             logger.exception("a copy thread could not start")
             self._refuse(TransferFailedError(f"the copy thread could not start: {error}"))
@@ -250,7 +252,7 @@ class Lane:
         assert self._closed is not None
         for job in (*self._waiting, *self._running):
             job.give_up(self._closed)
-        self._mover.close()
+        self._streams.close()
 
     def _next_job(self) -> Job:
         self._is_turn_of_first = not self._is_turn_of_first
@@ -264,16 +266,16 @@ class Lane:
             return True
         staged = sum(isinstance(piece, ScatteredBlocks) for _, piece, _ in self._under_way)
         if staged >= STAGING_BUFFERS:
-            return False  # starting one more would keep the thread until a buffer is free
+            return False  # to start one more would block the thread until a buffer is free
         nbytes = sum(
             piece.total_bytes
             for _, piece, _ in self._under_way
-            if not isinstance(piece, RelayedBlocks)
+            if not isinstance(piece, ForwardedBlocks)
         )
         return count < _MOST_UNDER_WAY and nbytes < _FULL_BYTES
 
     def _take_new(self) -> bool:
-        """Collect new jobs; sleep while there is nothing else to do. False to stop."""
+        """Take over new jobs; sleep while there are no jobs at all. False if the lane is closed."""
         with self._wake:
             if not (self._waiting or self._running or self._under_way):
                 while not self._new and self._closed is None:
@@ -283,7 +285,7 @@ class Lane:
             return self._closed is None
 
     def _admit(self) -> None:
-        """Jobs that are ready go to the end of the running ones. Sleep a moment if none runs."""
+        """Move ready jobs to the end of the running ones. Sleep a moment if none runs."""
         for _ in range(len(self._waiting)):
             job = self._waiting.popleft()
             (self._running if job.is_ready() else self._waiting).append(job)
@@ -298,7 +300,7 @@ class Lane:
     def _await_oldest(self) -> None:
         job, piece, ticket = self._under_way.popleft()
         try:
-            self._mover.wait(ticket, more_under_way=bool(self._under_way))
+            self._streams.wait(ticket, more_under_way=bool(self._under_way))
             self._moved(piece)
         except Exception as error:
             job.piece_ended(error)

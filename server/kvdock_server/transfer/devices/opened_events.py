@@ -1,7 +1,7 @@
-"""Interprocess events of a worker's engine, opened here.
+"""Interprocess events of a worker's engine, opened in this process.
 
-An engine uses a few in turn for every store and load, and opening one takes longer than asking
-whether it is done. So they are kept open until the worker leaves, as many as an engine may have.
+An engine uses a few events in turn for all its stores and loads. To open one takes longer than to
+ask whether it is done, so they stay open until the worker leaves, as many as an engine may have.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvdock_server.transfer.devices.driver import Driver
 _MOST_KEPT = 256
 
 
-class ReadyEvents:
-    """One worker's. Any thread with the device's context current."""
+class OpenedEvents:
+    """The events of one worker. Any thread with the device's context current."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -22,7 +22,10 @@ class ReadyEvents:
         self._kept: dict[bytes, int] = {}
 
     def open(self, ipc_handle: bytes) -> int:
-        """The event. Each needs its ``close``. CudaError if there is no such event."""
+        """The event of a 64-byte handle. Each call needs its ``close``.
+
+        CudaError if there is no such event.
+        """
         with self._lock:
             event = self._kept.get(ipc_handle)
             if event is None:
@@ -32,17 +35,17 @@ class ReadyEvents:
             return event
 
     def is_done(self, event: int) -> bool:
-        """Whether all that was queued before the event's last record is done."""
+        """True if everything is done that was queued before the event was last recorded."""
         return self._driver.query_event(event)
 
     def close(self, ipc_handle: bytes, event: int) -> None:
-        """The event is not asked any more."""
+        """Take back one ``open``."""
         with self._lock:
             if self._kept.get(ipc_handle) != event:
                 self._driver.destroy_event(event)
 
     def close_all(self) -> None:
-        """The worker leaves. None of its events may be in use."""
+        """Close the kept events, as the worker leaves. None of them may be in use."""
         with self._lock:
             while self._kept:
                 _, event = self._kept.popitem()

@@ -1,13 +1,14 @@
-"""Registers the pool with CUDA behind the running server, piece by piece as it is faulted in.
+"""Registers the pool with CUDA, section by section, while the server already runs.
 
-Pinned memory is copied at the speed of the link, other memory through the driver's own buffers at a
-fraction of it. One call for all of a large pool would take seconds, fails beyond 512 GiB on some
-drivers, and would wait until all of the pool is there. But no copy may cross the border between two
-pieces, and each more of them makes the driver slower at finding an address, for as long as the
-server lives (batches of 512 segments took 0.25 ms with one piece, 0.5 ms with four); so pieces are
-large, and the first copies of a server's life may go unpinned.
+Registered memory is pinned: it is copied at the speed of the link. Other memory goes through the
+driver's own buffers at a fraction of it. To register all of a large pool in one call would take
+seconds, fails beyond 512 GiB on some drivers, and could begin only when all of the pool is faulted
+in. But no copy may cross the border between two sections. And each further section makes the driver
+slower at finding an address, for as long as the server lives: a batch of 512 segments took 0.25 ms
+with one section and 0.5 ms with four. So sections are large, and the first copies of a server's
+life may go unpinned.
 
-A limit that is refused (memlock, a container's quota) is logged once with the numbers; what is not
+When CUDA refuses (memlock, a container's quota), that is logged once with the numbers. What is not
 registered is copied unpinned.
 """
 
@@ -25,19 +26,20 @@ from kvdock_server.transfer.plans.arrays import U64
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 16 << 30
-"""Faulting so much in takes some seconds, registering it 0.054 s a GiB."""
+SECTION_BYTES = 16 << 30
+"""To fault a section in takes some seconds, to register it 0.054 s a GiB."""
 
 
 class PinnedPool:
-    """Which parts of the pool are registered. One thread registers; any may ask."""
+    """Which sections of the pool are pinned. A thread of its own pins them; any thread may ask."""
 
     def __init__(self, address: int, nbytes: int) -> None:
+        """``address`` is where the pool is mapped in this process."""
         self._nbytes = nbytes
-        self._starts: list[int] = [*range(0, nbytes, PIECE_BYTES), nbytes]
+        self._starts: list[int] = [*range(0, nbytes, SECTION_BYTES), nbytes]
         self._addresses: U64 = np.array(self._starts, dtype=np.uint64) + np.uint64(address)
         self.borders: U64 = self._addresses[1:-1]
-        """Addresses that no copy may cross."""
+        """Host addresses that no copy may cross, ascending."""
         self._missing = np.diff(self._starts).tolist()
         self._is_pinned = np.zeros(len(self._missing), dtype=np.bool_)
         self._all_pinned = False
@@ -46,27 +48,31 @@ class PinnedPool:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.refused: str | None = None
+        """Why the rest of the pool stays unpinned; None if CUDA did not refuse."""
 
     @property
     def pinned_bytes(self) -> int:
         pinned = np.flatnonzero(self._is_pinned).tolist()
-        return sum(self._piece_bytes(piece) for piece in pinned)
+        return sum(self._section_bytes(section) for section in pinned)
 
     def faulted(self, offset: int, nbytes: int) -> None:
-        """A range of the pool is backed by memory now. Each byte is reported once. Any thread."""
+        """A range of the pool is backed by memory now, at ``offset`` from the pool's beginning.
+
+        Each byte is reported once. Any thread.
+        """
         with self._wake:
             while nbytes > 0:
-                piece = bisect.bisect(self._starts, offset) - 1
-                part = min(nbytes, self._starts[piece + 1] - offset)
-                self._missing[piece] -= part
-                if self._missing[piece] == 0:
-                    self._ready.append(piece)
-                offset += part
-                nbytes -= part
+                section = bisect.bisect(self._starts, offset) - 1
+                inside = min(nbytes, self._starts[section + 1] - offset)
+                self._missing[section] -= inside
+                if self._missing[section] == 0:
+                    self._ready.append(section)
+                offset += inside
+                nbytes -= inside
             self._wake.notify()
 
     def start(self, driver: Driver, context: int) -> None:
-        """Begin to register, on a thread of its own. Further calls do nothing."""
+        """Begin to pin what is faulted in. Further calls do nothing. Any thread."""
         with self._wake:
             if self._thread is None and not self._stopping:
                 self._thread = threading.Thread(
@@ -75,7 +81,7 @@ class PinnedPool:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Unregister everything. No copy may be under way."""
+        """Unpin everything. No copy may be under way."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -83,7 +89,7 @@ class PinnedPool:
             self._thread.join()
 
     def covers(self, host: U64) -> npt.NDArray[np.bool_] | None:
-        """For copies at addresses ``host`` whether they are pinned. None: all of the pool is."""
+        """For each copy at host address ``host[i]`` whether it is pinned. None: all are."""
         if self._all_pinned:
             return None
         return np.asarray(self._is_pinned[np.searchsorted(self.borders, host, side="right")])
@@ -91,9 +97,9 @@ class PinnedPool:
     def _run(self, driver: Driver, context: int) -> None:
         try:
             driver.set_current(context)
-            while (piece := self._next()) is not None:
-                driver.register_host(self._address(piece), self._piece_bytes(piece))
-                self._is_pinned[piece] = True
+            while (section := self._next()) is not None:
+                driver.register_host(self._address(section), self._section_bytes(section))
+                self._is_pinned[section] = True
                 self._all_pinned = bool(self._is_pinned.all())
         except CudaError as error:
             self.refused = (
@@ -105,9 +111,9 @@ class PinnedPool:
         with self._wake:
             while not self._stopping:
                 self._wake.wait()
-        for piece in np.flatnonzero(self._is_pinned).tolist():
-            self._is_pinned[piece] = False
-            driver.unregister_host(self._address(piece))
+        for section in np.flatnonzero(self._is_pinned).tolist():
+            self._is_pinned[section] = False
+            driver.unregister_host(self._address(section))
 
     def _next(self) -> int | None:
         with self._wake:
@@ -115,8 +121,8 @@ class PinnedPool:
                 self._wake.wait()
             return None if self._stopping else self._ready.pop(0)
 
-    def _address(self, piece: int) -> int:
-        return int(self._addresses[piece])
+    def _address(self, section: int) -> int:
+        return int(self._addresses[section])
 
-    def _piece_bytes(self, piece: int) -> int:
-        return self._starts[piece + 1] - self._starts[piece]
+    def _section_bytes(self, section: int) -> int:
+        return self._starts[section + 1] - self._starts[section]

@@ -1,4 +1,4 @@
-"""Columns of numbers, and what NumPy lacks for them."""
+"""Array types of the transfers, and a helper that NumPy lacks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
+"""Addresses and sizes, as the driver takes them."""
 I64 = npt.NDArray[np.int64]
+"""Block ids and counts."""
 
 
 def ranges(counts: I64) -> I64:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
+    """The ranges from 0 to each count, one behind the other: [2, 3] gives [0, 1, 0, 1, 2]."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -1,4 +1,7 @@
-"""What copies cost, measured, and what follows for some of them. Pure."""
+"""What copies cost by measurement, and which of them are given to a kernel instead. Pure.
+
+Costs are microseconds beyond the time that the bytes themselves take on the link.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +13,47 @@ import numpy.typing as npt
 from kvdock_server.transfer.plans.arrays import U64
 
 
-class CopyPrices(NamedTuple):
-    """What copies cost. Times in microseconds, sizes in bytes."""
+class CostModel(NamedTuple):
+    """Times in microseconds. Shares are rates over the link's own rate, from 0 to 1."""
 
     link_bytes_per_us: float
+    """Rate of the link between a device and the host."""
     segment_us: float
-    """Of each segment, beyond its bytes' own time."""
+    """Cost of each segment."""
     least_segment_us: float
-    """No segment takes less than this, however short."""
+    """No segment takes less than this in all, however short it is."""
     apart_us: float
-    """Added to that where regions lie in several allocations, among which the driver has to find
-    each segment's."""
+    """Added to ``least_segment_us`` where the regions lie in several allocations, since the driver
+    has to find the allocation of each segment."""
     rectangle_us: float
-    """Of each rectangle, beyond its bytes' own time."""
+    """Cost of each rectangle."""
     stage_segments_below: float
-    """Share of the link's rate below which segments are given up for a kernel."""
-    stage_passed_on_below: float
-    """The same where a load goes on to other devices: queueing that takes the same thread's time,
-    and the bytes go on in kernels anyway."""
+    """Blocks are staged where segments would reach less than this share."""
+    stage_forwarded_below: float
+    """The same in a load that goes on to other devices. Queueing the forwarding takes time of the
+    thread that also queues segments, and the bytes go on by kernels in any case."""
     stage_rectangles_below: float
-    """The same for rectangles, which cost the server next to no time of a processor."""
+    """Blocks are staged where rectangles would reach less than this share. They cost the server
+    next to no processor time."""
     stage_us: float
-    """What all segments must cost beyond their bytes' own time: for less no engine is disturbed."""
+    """Nothing is staged if its copies cost less than this in all: so little is not worth
+    disturbing an engine with a kernel."""
 
 
-COPY_PRICES = CopyPrices(
+COST_MODEL = CostModel(
     link_bytes_per_us=54_500,
     segment_us=0.06,
     least_segment_us=1.2,
     apart_us=0.2,
     rectangle_us=3.2,
     stage_segments_below=0.85,
-    stage_passed_on_below=0.95,
+    stage_forwarded_below=0.95,
     stage_rectangles_below=0.75,
     stage_us=1000.0,
 )
-"""Measured on an H100 80GB (PCIe Gen5 x16, driver 580.159), its memory opened through CUDA IPC, in
-GB/s from device to host / from host to device; beside an engine with the engine's slowdown:
+"""Measured on an H100 80GB (PCIe Gen5 x16, driver 580.159) with memory opened through CUDA IPC.
+Figures are GB/s, from device to host / from host to device. "Beside an engine" has the engine's
+slowdown behind each rate:
 
                                           alone          beside an engine
     plain copies of 256 MiB               54.7 / 54.9    54.5 x 1.02 / 54.6 x 1.06
@@ -62,24 +69,24 @@ GB/s from device to host / from host to device; beside an engine with the engine
     rectangles of 64 layers x 8 KiB       45.1 / 41.9
     by a kernel, through the server       54.1 / 54.4    53.4 x 1.14 / 54.2 x 1.19
 
-The driver takes 0.5 us of a processor for each segment, and up to 1.2 us in the server, so segments
-shorter than what the link moves meanwhile, 64 KiB, leave it idle. In 32 allocations instead of one
-it takes longer: in one run segments of 64 KiB came to 51.3 GB/s in one allocation and to 47.0 in
-32, and those of 72 KiB to 51.8.
+The driver takes 0.5 us of processor time for each segment, and up to 1.2 us in the server. In
+1.2 us the link moves 64 KiB, so shorter segments leave it idle. Several allocations make it slower:
+in one run segments of 64 KiB reached 51.3 GB/s in one allocation and 47.0 in 32, and segments of
+72 KiB in 32 allocations 51.8.
 """
 
 
 def efficiency(
     nbytes: npt.NDArray[np.integer], cost_us: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Rate over the link's, where operations cost ``cost_us`` beyond their bytes."""
-    link_us = nbytes / COPY_PRICES.link_bytes_per_us
+    """Share of the link's rate at which ``nbytes`` move where their copies cost ``cost_us``."""
+    link_us = nbytes / COST_MODEL.link_bytes_per_us
     return np.asarray(link_us / (link_us + cost_us), dtype=np.float64)
 
 
-def segment_prices(nbytes: U64, *, are_apart: bool = False) -> npt.NDArray[np.float64]:
-    """What segments cost beyond their bytes' own time on the link."""
-    link_us = nbytes / COPY_PRICES.link_bytes_per_us
-    least_us = COPY_PRICES.least_segment_us + (COPY_PRICES.apart_us if are_apart else 0.0)
-    prices = np.maximum(least_us - link_us, 0) + COPY_PRICES.segment_us
-    return np.asarray(prices, dtype=np.float64)
+def segment_costs_us(nbytes: U64, *, are_apart: bool = False) -> npt.NDArray[np.float64]:
+    """Costs of segments of ``nbytes`` each. ``are_apart``: they lie in several allocations."""
+    link_us = nbytes / COST_MODEL.link_bytes_per_us
+    least_us = COST_MODEL.least_segment_us + (COST_MODEL.apart_us if are_apart else 0.0)
+    costs_us = np.maximum(least_us - link_us, 0) + COST_MODEL.segment_us
+    return np.asarray(costs_us, dtype=np.float64)

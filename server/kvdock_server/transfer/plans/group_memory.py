@@ -1,13 +1,14 @@
 """How a worker's KV cache lies in device memory, as the worker describes it.
 
-A layout is a list of regions. A region is one contiguous piece of every block, mostly one layer's
-page: block ``b`` has its bytes at ``offset + b * block_stride`` of one allocation. That single form
-covers every cache that engines make: K and V apart or together, layers apart or in one allocation,
-blocks or layers outermost, padded and permuted strides. What the page's bytes mean is nobody's
-business here.
+The memory of a group is a list of regions. A region is one contiguous range of bytes in every
+block, mostly one layer's page: block ``b`` has it at ``offset + b * block_stride`` of one
+allocation. This one form covers every cache that engines make: K and V apart or together, layers
+apart or in one allocation, blocks or layers outermost, padded and permuted strides. What the bytes
+mean does not matter here.
 
 In host memory a block is its regions one behind the other, in the order in which they are listed,
-and a chunk is its blocks one behind the other. That order does not depend on the device's.
+and a chunk is its blocks one behind the other. The order in host memory does not depend on the
+order in device memory.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from kvdock_server.transfer.plans.arrays import I64
+
 UUID_BYTES = 16
 IPC_HANDLE_BYTES = 64
+"""Of a memory handle and of an event handle."""
 
 
 class LayoutError(ValueError):
@@ -25,15 +32,14 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DeviceAllocation:
-    """One whole allocation of device memory of another process.
-
-    ``ipc_handle`` (64 bytes) always stands for all of it, ``nbytes`` is its size, and
-    ``device_uuid`` (16 bytes) says where it is: ordinals differ between processes.
-    """
+    """One allocation of device memory of another process, as a whole. LayoutError if malformed."""
 
     ipc_handle: bytes
+    """CUDA IPC memory handle, 64 bytes. It always stands for the whole allocation."""
     nbytes: int
+    """Size of the whole allocation."""
     device_uuid: bytes
+    """UUID of its device, 16 bytes. Ordinals differ between processes, UUIDs do not."""
 
     def __post_init__(self) -> None:
         if len(self.ipc_handle) != IPC_HANDLE_BYTES:
@@ -44,21 +50,25 @@ class DeviceAllocation:
 
 @dataclass(frozen=True, slots=True)
 class BlockRegion:
-    """One contiguous piece of every block: ``page_bytes`` at ``offset + b * block_stride``."""
+    """One contiguous range of every block: ``page_bytes`` at ``offset + b * block_stride``."""
 
     allocation: int
+    """Index into the worker's allocations."""
     offset: int
+    """Bytes from the beginning of the allocation to the page of block 0."""
     block_stride: int
+    """Bytes from one block's page to the next block's."""
     page_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLayout:
-    """The blocks of one KV-cache group: ids from 0 to ``num_blocks - 1``."""
+class GroupMemory:
+    """The blocks of one KV-cache group. Block ids go from 0 to ``num_blocks - 1``."""
 
     num_blocks: int
     blocks_per_chunk: int
     regions: tuple[BlockRegion, ...]
+    """In the order in which host memory keeps them."""
 
     @property
     def block_bytes(self) -> int:
@@ -71,10 +81,10 @@ class GroupLayout:
         return self.block_bytes * self.blocks_per_chunk
 
     def check(self, allocation_bytes: Sequence[int]) -> None:
-        """Raises LayoutError unless every byte of every block lies inside its allocation.
+        """LayoutError unless every byte of every block lies inside its allocation.
 
-        ``allocation_bytes`` must be what the driver says, not what the worker says: a copy outside
-        of mapped memory breaks the server's context for every engine.
+        ``allocation_bytes`` must be no more than the driver says, whatever the worker says: a copy
+        outside of mapped memory breaks the server's context for every engine.
         """
         if self.num_blocks < 1 or self.blocks_per_chunk < 1 or not self.regions:
             raise LayoutError(
@@ -104,3 +114,29 @@ class GroupLayout:
                     f"region {number} ends at byte {end} of allocation {region.allocation}, "
                     f"which has {size}: check offset, stride and number of blocks"
                 )
+
+    def block_ids(
+        self, named: Sequence[int] | npt.NDArray[np.integer], chunks: int, skip_blocks: int
+    ) -> I64:
+        """The ids of the blocks of some chunks, chunk by chunk, as an array.
+
+        ``chunks`` is the number of chunks. The first ``skip_blocks`` blocks of the first of them
+        have no id. ValueError unless ``named`` has one id for each other block, and the group has
+        that block. The count is checked before any id is looked at.
+        """
+        if not 0 <= skip_blocks < self.blocks_per_chunk:
+            raise ValueError(
+                f"skip_blocks {skip_blocks}: a chunk has {self.blocks_per_chunk} blocks"
+            )
+        needed = chunks * self.blocks_per_chunk - skip_blocks
+        if len(named) != needed:
+            raise ValueError(
+                f"{len(named)} block_ids: {chunks} chunks of {self.blocks_per_chunk} blocks less "
+                f"{skip_blocks} make {needed}"
+            )
+        ids = np.asarray(named, dtype=np.int64)
+        low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+        if low < 0 or high >= self.num_blocks:
+            wrong = low if low < 0 else high
+            raise ValueError(f"block id {wrong}: {self.num_blocks} blocks are registered")
+        return ids

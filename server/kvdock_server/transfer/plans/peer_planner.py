@@ -1,12 +1,12 @@
-"""Which bytes of one device's memory are to become which of another's. Pure, as plan.py.
+"""Which bytes go from one device's memory to another's, and by which kind of copy. Pure.
 
-Two workers hold the same blocks under the same ids, each in a layout of its own. Cut at the borders
-of both layouts' regions, a block is a list of pairs: pieces that are contiguous here and there.
-Pairs make segments and rectangles as regions do, between device and device instead of device and
-host: in what is planned here ``host`` is the receiving device's side.
+Two workers hold the same blocks under the same ids, each in a layout of its own. Cut at the ends of
+both layouts' regions, a block is a list of pairs: ranges of bytes that are contiguous on both
+devices. Pairs make segments and rectangles as regions do in planner.py. In the segments and
+rectangles planned here, ``device`` is the sending device's side and ``host`` the receiving one's.
 
-Copies between devices are many times faster than the link to the host, so what counts is how few
-there are: each takes the driver a microsecond of the thread that feeds the link.
+Copies between devices are many times faster than the link to the host, so their number counts and
+not their bytes: each takes the driver a microsecond of the thread that feeds the link.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock_server.transfer.plans.arrays import I64, U64
-from kvdock_server.transfer.plans.cost_model import COPY_PRICES, segment_prices
+from kvdock_server.transfer.plans.cost_model import COST_MODEL, segment_costs_us
 from kvdock_server.transfer.plans.pieces import Rectangles, Segments
-from kvdock_server.transfer.plans.regions import MergedRegions, cheapest_ladders
+from kvdock_server.transfer.plans.regions import MergedRegions, cheapest_grouping
 
-Copies = TypeVar("Copies", Segments, Rectangles)
+Columns = TypeVar("Columns", Segments, Rectangles)
 
 
 class Pairs(NamedTuple):
-    """Block ``b`` has ``nbytes`` at ``source + b * source_stride``, which belong to
-    ``target + b * target_stride``."""
+    """One row a pair: the same ``nbytes`` of block ``b`` are at ``source + b * source_stride`` on
+    the sending device, and at ``target + b * target_stride`` on the receiving one."""
 
     source: U64
     source_stride: U64
@@ -36,10 +36,11 @@ class Pairs(NamedTuple):
     nbytes: U64
 
 
-class RelayPlanner:
-    """Plans from one worker's group to another's. Both must have blocks of the same bytes."""
+class PeerPlanner:
+    """Plans copies from one worker's group to another worker's on another device."""
 
     def __init__(self, source: MergedRegions, target: MergedRegions) -> None:
+        """Blocks of both must have the same number of bytes."""
         here, there, within = _common_cuts(source, target)
         self.pairs = Pairs(
             source.device[here] + within.here,
@@ -48,39 +49,34 @@ class RelayPlanner:
             target.stride[there],
             within.nbytes,
         )
-        prices = segment_prices(self.pairs.nbytes)
+        costs_us = segment_costs_us(self.pairs.nbytes)
         # Rows of a rectangle share an allocation and a stride on both sides.
         sides = np.stack([source.allocation[here], target.allocation[there]], axis=1)
         sides = np.column_stack([sides, self.pairs.target_stride.astype(np.int64)])
         _, alike = np.unique(sides, axis=0, return_inverse=True)
-        self._ladders, self._singles = cheapest_ladders(
-            MergedRegions(
-                alike.ravel(),
-                self.pairs.source,
-                self.pairs.source_stride,
-                self.pairs.nbytes,
-                self.pairs.target,
-            ),
-            prices,
+        pairs_as_regions = MergedRegions(
+            alike.ravel(),
+            self.pairs.source,
+            self.pairs.source_stride,
+            self.pairs.nbytes,
+            self.pairs.target,
         )
-        self._block_us = len(self._ladders) * COPY_PRICES.rectangle_us + float(
-            prices[self._singles].sum()
-        )
+        self._grouping = cheapest_grouping(pairs_as_regions, costs_us)
         # Without gaps on either side consecutive blocks are one segment.
         self._dense = (self.pairs.source_stride == self.pairs.nbytes) & (
             self.pairs.target_stride == self.pairs.nbytes
         )
-        self._run_us = float(np.where(self._dense, prices, COPY_PRICES.rectangle_us).sum())
+        self._run_us = float(np.where(self._dense, costs_us, COST_MODEL.rectangle_us).sum())
 
     def count(self, ids: I64) -> int:
-        """How many copies pass blocks ``ids`` on. Takes a fraction of the time of planning them."""
+        """How many copies ``plan`` makes of blocks ``ids``, in a fraction of its time."""
         _, lengths, by_rows = self._runs(ids)
-        block_copies = len(self._ladders) + len(self._singles)
+        block_copies = len(self._grouping.strided) + len(self._grouping.singles)
         in_rows = int(np.count_nonzero(by_rows))
         return in_rows * len(self.pairs.nbytes) + int(lengths[~by_rows].sum()) * block_copies
 
     def plan(self, ids: I64) -> tuple[Segments, Rectangles]:
-        """The copies that pass blocks ``ids`` on."""
+        """The copies that bring blocks ``ids`` from the sending device to the receiving one."""
         first, lengths, by_rows = self._runs(ids)
         if not by_rows.any():
             return self._by_blocks(ids)
@@ -89,13 +85,14 @@ class RelayPlanner:
         return _joined(segments, more_segments), _joined(rectangles, more_rectangles)
 
     def _runs(self, ids: I64) -> tuple[I64, I64, npt.NDArray[np.bool_]]:
-        """First block and length of each run of consecutive ones, and whether rows are blocks."""
+        """For each run of consecutive blocks its first one, its length, and whether it goes as a
+        whole, so that rows are blocks."""
         starts = np.concatenate([[0], np.flatnonzero(np.diff(ids) != 1) + 1])
         lengths = np.diff(np.concatenate([starts, [len(ids)]]))
-        return ids[starts], lengths, self._run_us < lengths * self._block_us
+        return ids[starts], lengths, self._run_us < lengths * self._grouping.block_us
 
     def _by_rows(self, first: I64, lengths: I64) -> tuple[Segments, Rectangles]:
-        """Rows are consecutive blocks: for each run and pair a segment or a rectangle."""
+        """For each run and pair a segment, or a rectangle whose rows are the run's blocks."""
         pairs, count = self.pairs, len(first)
         block = first.astype(np.uint64)[:, None]
         source = (pairs.source + block * pairs.source_stride).ravel()
@@ -113,14 +110,14 @@ class RelayPlanner:
         ).take(~dense)
 
     def _by_blocks(self, ids: I64) -> tuple[Segments, Rectangles]:
-        """Block by block: rectangles whose rows are pairs, and segments for the other pairs."""
+        """For each block a rectangle for each strided group, and segments for the other pairs."""
         pairs, count = self.pairs, len(ids)
         block = ids.astype(np.uint64)[:, None]
         source = pairs.source + block * pairs.source_stride
         target = pairs.target + block * pairs.target_stride
-        ladders = np.array(self._ladders, dtype=np.uint64).reshape(-1, 4)
-        first = ladders[:, 0].astype(np.intp)
-        single = self._singles
+        groups = np.array(self._grouping.strided, dtype=np.uint64).reshape(-1, 4)
+        first = groups[:, 0].astype(np.intp)
+        single = self._grouping.singles
         return Segments(
             source[:, single].ravel(),
             target[:, single].ravel(),
@@ -129,12 +126,12 @@ class RelayPlanner:
             source[:, first].ravel(),
             target[:, first].ravel(),
             np.tile(pairs.nbytes[first], count),
-            *(np.tile(column, count) for column in ladders.T[1:]),
+            *(np.tile(column, count) for column in groups.T[1:]),
         )
 
 
 class _Within(NamedTuple):
-    """Where pieces begin in their regions on both sides, and how long they are."""
+    """One row a pair: where it begins in its region on each side, and how long it is, in bytes."""
 
     here: U64
     there: U64
@@ -144,7 +141,7 @@ class _Within(NamedTuple):
 def _common_cuts(
     source: MergedRegions, target: MergedRegions
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], _Within]:
-    """The pieces into which both sides' borders cut a block, with their regions on either side."""
+    """The pairs of a block: for each its region on both sides, and where it lies in them."""
     end = source.host_offset[-1] + source.nbytes[-1]
     begins = np.union1d(source.host_offset, target.host_offset)
     here = np.searchsorted(source.host_offset, begins, side="right") - 1
@@ -160,7 +157,7 @@ def _common_cuts(
     )
 
 
-def _joined(some: Copies, more: Copies) -> Copies:
+def _joined(some: Columns, more: Columns) -> Columns:
     return type(some)(
         *(
             np.concatenate([getattr(some, column.name), getattr(more, column.name)])

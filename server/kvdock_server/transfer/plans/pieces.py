@@ -1,7 +1,7 @@
-"""Pieces of work for a device: what is planned, carried out and counted. Pure.
+"""Pieces: what a lane carries out one by one. Pure.
 
-A piece is bounded, so that what waits behind it never waits long and a cancelled transfer ends
-soon.
+A piece is bounded in time and bytes. So a piece that waits behind another never waits long, and a
+cancelled transfer ends soon.
 """
 
 from __future__ import annotations
@@ -14,26 +14,30 @@ import numpy.typing as npt
 from kvdock_server.transfer.plans.arrays import I64, U64, ranges
 
 PIECE_US = 1200.0
-"""Time of one piece of copy-engine work: 64 MiB of large segments."""
+"""Microseconds that one piece of copy-engine work takes: 64 MiB of large segments."""
 
 STAGED_PIECE_BYTES = 256 << 20
-"""Bytes of one staged piece. Two processes share an SM by time slices, so few large kernels cost an
-engine less than many small ones. Its step beside stores and loads without pause, over its step
-alone: 1.38 for stores with 32 MiB, 1.20 and 1.34 with 128 MiB, 1.11 and 1.20 with 256 MiB."""
+"""Bytes of one staged piece, and of one staging buffer. Two processes share an SM by time slices,
+so few large kernels cost an engine less than many small ones. The engine's step beside stores and
+loads without pause took this many times its step alone: with 32 MiB 1.38 (stores), with 128 MiB
+1.20 and 1.34 (stores and loads), with 256 MiB 1.11 and 1.20."""
 
 STAGING_BUFFERS = 2
-"""Of one direction of one device: so many staged pieces are under way at most."""
+"""Staging buffers of one direction of one device, and so the most staged pieces under way there."""
 
 MAX_STAGED_BLOCKS = 1 << 16
-"""Block ids in one staged piece."""
+"""Most blocks in one staged piece."""
 
 MAX_OPERATION_BYTES = 32 << 20
-"""Bytes of one segment, and of one rectangle but for its last row."""
+"""Most bytes of one segment, and of one rectangle that has more than one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Contiguous copies: ``nbytes[i]`` bytes at ``device[i]`` are those at ``host[i]``."""
+    """Contiguous copies: ``nbytes[i]`` bytes at ``device[i]`` belong to those at ``host[i]``.
+
+    All columns have the same length. ``device`` and ``host`` are addresses.
+    """
 
     device: U64
     host: U64
@@ -47,13 +51,17 @@ class Segments:
         return int(self.nbytes.sum())
 
     def take(self, index: slice | npt.NDArray[np.bool_]) -> Segments:
-        """Some of them."""
+        """The segments that a slice or a mask selects."""
         return Segments(self.device[index], self.host[index], self.nbytes[index])
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangles:
-    """Copies of ``height[i]`` rows of ``width[i]`` bytes, each side at its own pitch."""
+    """Copies of ``height[i]`` rows of ``width[i]`` bytes each.
+
+    Row 0 is at ``device[i]`` and ``host[i]``. On each side a row begins one pitch, in bytes, after
+    the row before it. All columns have the same length.
+    """
 
     device: U64
     host: U64
@@ -70,7 +78,7 @@ class Rectangles:
         return int((self.width * self.height).sum())
 
     def take(self, index: slice | npt.NDArray[np.bool_]) -> Rectangles:
-        """Some of them."""
+        """The rectangles that a slice or a mask selects."""
         return Rectangles(
             self.device[index],
             self.host[index],
@@ -81,7 +89,7 @@ class Rectangles:
         )
 
     def rows(self) -> Segments:
-        """The same bytes, row by row."""
+        """The same bytes, with a segment for each row."""
         repeat = self.height.astype(np.int64)
         row = ranges(repeat).astype(np.uint64)
         return Segments(
@@ -93,15 +101,16 @@ class Rectangles:
 
 @dataclass(frozen=True, slots=True)
 class ScatteredBlocks:
-    """Whole blocks for a kernel: block ``ids[i]`` lies in the buffer at ``i * block_bytes``.
+    """Whole blocks that a kernel moves between the cache and a staging buffer.
 
-    ``host`` says how the buffer and host memory belong together; its ``device`` addresses are
-    offsets into the buffer.
+    Block ``ids[i]`` lies in the buffer at byte ``i * block_bytes``.
     """
 
     ids: I64
     block_bytes: int
     host: Segments
+    """Copies between the buffer and host memory. Their ``device`` column has offsets into the
+    buffer in place of addresses."""
 
     @property
     def total_bytes(self) -> int:
@@ -109,24 +118,23 @@ class ScatteredBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class RelayedBlocks:
-    """Blocks that a load has brought to its device, to go on to ``receivers`` other devices.
-
-    They are there when ``after`` is done, two events.
-    """
+class ForwardedBlocks:
+    """Blocks that a load has brought to its device, and that go on to other devices from there."""
 
     ids: I64
     block_bytes: int
     receivers: int
+    """How many devices the blocks go to."""
     after: tuple[int, int]
+    """CUDA events. The blocks have arrived on the load's device when both are done."""
 
     @property
     def total_bytes(self) -> int:
-        """Counted once, however many receivers there are: they get them at the same time."""
+        """Counted once for all receivers, since all of them are copied to at the same time."""
         return len(self.ids) * self.block_bytes
 
 
 CopyPiece = Segments | Rectangles | ScatteredBlocks
 """Work between one device and host memory: what a Planner plans."""
 
-Piece = CopyPiece | RelayedBlocks
+Piece = CopyPiece | ForwardedBlocks

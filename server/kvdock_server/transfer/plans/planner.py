@@ -1,21 +1,21 @@
-"""Which bytes go where, and by which kind of copy. Pure: addresses in, pieces of work out.
+"""Which bytes go where between one device and host memory, and by which kind of copy. Pure.
 
-A GPU's copy engines run beside its kernels and cost them next to nothing, but each operation has a
-price. A kernel of another process makes the engine's kernels wait for a time slice, but has no
-price per segment. So the planner looks for the copy-engine operations that are the least work, and
-only where even those would waste too much of the link it asks for a kernel:
+A GPU's copy engines run beside its kernels and cost them next to nothing, but each operation costs
+time of its own. A kernel of another process makes the engine's kernels wait for a time slice, but
+costs nothing per segment. So the planner looks for the copy-engine operations with the least cost.
+It asks for a kernel only where even those would leave too much of the link idle:
 
-* Segments: contiguous on both sides, many in one call. Regions that follow one another are one
-  segment (block-major caches), and consecutive ids of a dense cache melt into one.
+* Segments: contiguous on both sides, many in one call of the driver. Regions that follow one
+  another are one segment (block-major caches), as are consecutive blocks of a cache without gaps.
 * Rectangles: rows at one pitch on both sides. Either the rows are the layers of one block, where
-  the layers lie at one pitch in one allocation; or the rows are consecutive blocks of one layer.
-* Scattered blocks: gathered into (or spread from) a large buffer by a kernel, with one large copy
-  between that buffer and host memory.
+  the layers lie at one pitch in one allocation. Or the rows are consecutive blocks of one layer.
+* Scattered blocks: a kernel gathers them into a staging buffer, or scatters them from it, and one
+  large copy goes between the buffer and host memory.
 
-Each run of consecutive blocks gets what is cheapest for it by the prices in COPY_PRICES.
+Each run of consecutive blocks gets what costs least by COST_MODEL.
 
-Directions do not matter here: a plan says which device bytes and which host bytes are the same
-bytes. Addresses are plain integers, so the tests carry plans out on NumPy arrays.
+The direction does not matter here: a plan says which bytes of the device and which bytes of the
+host are the same bytes. Addresses are plain integers, so the tests carry plans out on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock_server.transfer.plans.arrays import I64, U64, ranges
-from kvdock_server.transfer.plans.cost_model import COPY_PRICES, efficiency, segment_prices
-from kvdock_server.transfer.plans.group_memory import GroupLayout
+from kvdock_server.transfer.plans.cost_model import COST_MODEL, efficiency, segment_costs_us
+from kvdock_server.transfer.plans.group_memory import GroupMemory
 from kvdock_server.transfer.plans.pieces import (
     MAX_OPERATION_BYTES,
     MAX_STAGED_BLOCKS,
@@ -38,22 +38,23 @@ from kvdock_server.transfer.plans.pieces import (
     ScatteredBlocks,
     Segments,
 )
-from kvdock_server.transfer.plans.regions import cheapest_ladders, merged
+from kvdock_server.transfer.plans.regions import cheapest_grouping, merged
 
 _WINDOW_OPERATIONS = 1 << 12
+"""Copies that are planned at a time."""
 
 
 class Planner:
-    """Plans for one group of one worker. What does not depend on block ids is worked out once."""
+    """Plans the copies of one group of one worker."""
 
     def __init__(
         self,
-        layout: GroupLayout,
+        layout: GroupMemory,
         bases: Sequence[int],
         *,
         borders: U64 | None = None,
     ) -> None:
-        """``bases`` are the addresses at which the layout's allocations are mapped here.
+        """``bases`` are the addresses at which the worker's allocations are mapped here.
 
         No copy crosses any of ``borders``, ascending host addresses.
         """
@@ -66,21 +67,17 @@ class Planner:
             layout.num_blocks == 1 or self.regions.stride[0] == self.regions.nbytes[0]
         )
         self._are_apart = bool((self.regions.allocation != self.regions.allocation[0]).any())
-        prices = self._segment_prices(self.regions.nbytes)
-        self._ladders, self._singles = cheapest_ladders(self.regions, prices)
-        self._block_us = len(self._ladders) * COPY_PRICES.rectangle_us + float(
-            prices[self._singles].sum()
-        )
-        self._run_us = len(self.regions.device) * COPY_PRICES.rectangle_us
+        self._grouping = cheapest_grouping(self.regions, self._costs_us(self.regions.nbytes))
+        self._run_us = len(self.regions.device) * COST_MODEL.rectangle_us
         self._fits_staging = not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
 
-    def may_stage(self, *, passed_on: bool) -> bool:
-        """True if some block ids are better staged: one block is too dear for copy engines.
+    def may_stage(self, *, forwarded: bool) -> bool:
+        """True if some plans have scattered blocks: a block alone costs copy engines too much.
 
-        ``passed_on``: in a load that goes on to other devices.
+        ``forwarded``: the load goes on to other devices.
         """
-        share = efficiency(np.array(self.block_bytes), np.array(self._block_us))
-        return self._fits_staging and bool(share < self._stage_blocks_below(passed_on))
+        share = efficiency(np.array(self.block_bytes), np.array(self._grouping.block_us))
+        return self._fits_staging and bool(share < self._stage_blocks_below(forwarded))
 
     def plan(
         self,
@@ -88,16 +85,17 @@ class Planner:
         hosts: U64,
         *,
         stage: bool,
-        passed_on: bool = False,
+        forwarded: bool = False,
     ) -> Iterator[CopyPiece]:
         """The pieces that move blocks ``block_ids``, block ``i`` to or from address ``hosts[i]``.
 
-        Planning is lazy and takes about as long as a piece needs to be copied, at most. Every block
-        id must be below the layout's number of blocks. With ``stage`` false there are no scattered
-        blocks. ``passed_on``: the load goes on to other devices.
+        Every block id must be below the layout's ``num_blocks``. With ``stage`` false there are no
+        scattered blocks. ``forwarded``: the load goes on to other devices.
+
+        Plans while it is iterated. To plan a piece takes about as long as to copy it, at most.
         """
         ids = np.asarray(block_ids, dtype=np.int64)
-        # Consecutive both here and there: only such blocks share an operation.
+        # Only blocks that are consecutive on both sides share an operation.
         joined = (np.diff(ids) == 1) & (np.diff(hosts) == np.uint64(self.block_bytes))
         if len(self._borders):
             # A block on a border stays alone, so that its neighbours keep their rectangles.
@@ -107,14 +105,15 @@ class Planner:
         if self._dense:
             yield from self._dense_pieces(ids, hosts, starts, lengths)
             return
-        by_rows = self._run_us < lengths * self._block_us
-        cost = np.where(by_rows, self._run_us, lengths * self._block_us)
+        blocks_us = lengths * self._grouping.block_us
+        by_rows = self._run_us < blocks_us
+        cost_us = np.where(by_rows, self._run_us, blocks_us)
         staged = np.full(len(starts), False)
         if stage and self._fits_staging:
-            blocks_below = self._stage_blocks_below(passed_on)
-            below = np.where(by_rows, COPY_PRICES.stage_rectangles_below, blocks_below)
-            staged = efficiency(lengths * self.block_bytes, cost) < below
-            if not passed_on and cost[staged].sum() < COPY_PRICES.stage_us:
+            blocks_below = self._stage_blocks_below(forwarded)
+            below = np.where(by_rows, COST_MODEL.stage_rectangles_below, blocks_below)
+            staged = efficiency(lengths * self.block_bytes, cost_us) < below
+            if not forwarded and cost_us[staged].sum() < COST_MODEL.stage_us:
                 staged[:] = False
         rest = ~staged & ~by_rows
         by_rows &= ~staged
@@ -129,14 +128,14 @@ class Planner:
             members = np.repeat(rest, lengths)
             yield from self._block_pieces(ids[members], hosts[members])
 
-    def _segment_prices(self, nbytes: U64) -> npt.NDArray[np.float64]:
-        return segment_prices(nbytes, are_apart=self._are_apart)
+    def _costs_us(self, nbytes: U64) -> npt.NDArray[np.float64]:
+        return segment_costs_us(nbytes, are_apart=self._are_apart)
 
-    def _stage_blocks_below(self, passed_on: bool) -> float:
-        """Share of the link's rate below which blocks on their own are staged."""
-        if self._ladders:
-            return COPY_PRICES.stage_rectangles_below
-        return COPY_PRICES.stage_passed_on_below if passed_on else COPY_PRICES.stage_segments_below
+    def _stage_blocks_below(self, forwarded: bool) -> float:
+        """Share of the link's rate below which single blocks are staged."""
+        if self._grouping.strided:
+            return COST_MODEL.stage_rectangles_below
+        return COST_MODEL.stage_forwarded_below if forwarded else COST_MODEL.stage_segments_below
 
     def _dense_pieces(self, ids: I64, hosts: U64, starts: I64, lengths: I64) -> Iterator[CopyPiece]:
         block = np.uint64(self.block_bytes)
@@ -150,16 +149,16 @@ class Planner:
         )
 
     def _row_pieces(self, first: I64, hosts: U64, lengths: I64) -> Iterator[CopyPiece]:
-        """Rows are blocks: a rectangle for each run and region."""
+        """A rectangle for each run and region, whose rows are the run's blocks."""
         regions = self.regions
         most = max(1, MAX_OPERATION_BYTES // int(regions.nbytes.max()))
-        parts = -(-lengths // most)
-        part = ranges(parts)
-        first = np.repeat(first, parts) + part * most
-        hosts = np.repeat(hosts, parts) + (part * most).astype(np.uint64) * np.uint64(
+        cuts = -(-lengths // most)
+        cut = ranges(cuts)
+        first = np.repeat(first, cuts) + cut * most
+        hosts = np.repeat(hosts, cuts) + (cut * most).astype(np.uint64) * np.uint64(
             self.block_bytes
         )
-        lengths = np.minimum(np.repeat(lengths, parts) - part * most, most)
+        lengths = np.minimum(np.repeat(lengths, cuts) - cut * most, most)
         count = len(regions.device)
         for window in _windows(len(first), count):
             ids = first[window].astype(np.uint64)[:, None]
@@ -176,27 +175,26 @@ class Planner:
             )
 
     def _block_pieces(self, ids: I64, hosts: U64) -> Iterator[CopyPiece]:
-        """Block by block: rectangles whose rows are layers, and segments for the other regions."""
-        regions = self.regions
-        for window in _windows(len(ids), len(self._ladders) + len(self._singles)):
+        """For each block a rectangle for each strided group, and segments for the other regions."""
+        regions, (strided, single, _) = self.regions, self._grouping
+        for window in _windows(len(ids), len(strided) + len(single)):
             block = ids[window].astype(np.uint64)[:, None]
             host = hosts[window][:, None]
             count = len(block)
-            if self._ladders:
-                ladders = np.array(self._ladders, dtype=np.uint64)
-                first = ladders[:, 0].astype(np.intp)
+            if strided:
+                groups = np.array(strided, dtype=np.uint64)
+                first = groups[:, 0].astype(np.intp)
                 yield from self._rectangle_pieces(
                     Rectangles(
                         (regions.device[first] + block * regions.stride[first]).ravel(),
                         (host + regions.host_offset[first]).ravel(),
                         np.tile(regions.nbytes[first], count),
-                        np.tile(ladders[:, 1], count),
-                        np.tile(ladders[:, 2], count),
-                        np.tile(ladders[:, 3], count),
+                        np.tile(groups[:, 1], count),
+                        np.tile(groups[:, 2], count),
+                        np.tile(groups[:, 3], count),
                     )
                 )
-            if len(self._singles):
-                single = self._singles
+            if len(single):
                 yield from self._segment_pieces(
                     Segments(
                         (regions.device[single] + block * regions.stride[single]).ravel(),
@@ -219,26 +217,28 @@ class Planner:
 
     def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
         segments = self._within_borders(_split(segments, MAX_OPERATION_BYTES))
-        for part in _cut(segments.nbytes, self._segment_prices(segments.nbytes)):
-            yield segments.take(part)
+        for piece in _cut(segments.nbytes, self._costs_us(segments.nbytes)):
+            yield segments.take(piece)
 
     def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[CopyPiece]:
         if len(self._borders):
             span = (rectangles.height - np.uint64(1)) * rectangles.host_pitch + rectangles.width
             crossing = self._crosses(rectangles.host, span)
             if crossing.any():
-                # Those of blocks that lie on a border.
+                # Their blocks lie on a border.
                 yield from self._segment_pieces(rectangles.take(crossing).rows())
                 rectangles = rectangles.take(~crossing)
-        for part in _cut(rectangles.width * rectangles.height, COPY_PRICES.rectangle_us):
-            yield rectangles.take(part)
+        for piece in _cut(rectangles.width * rectangles.height, COST_MODEL.rectangle_us):
+            yield rectangles.take(piece)
 
     def _crosses(self, host: U64, span: U64 | np.uint64) -> npt.NDArray[np.bool_]:
+        """For each range of ``span`` bytes at a host address whether a border lies inside it."""
         first = np.searchsorted(self._borders, host, side="right")
         last = np.searchsorted(self._borders, host + span - np.uint64(1), side="right")
         return np.asarray(first != last, dtype=np.bool_)
 
     def _within_borders(self, segments: Segments) -> Segments:
+        """The same bytes in segments that cross no border."""
         if not len(self._borders):
             return segments
         while (crossing := self._crosses(segments.host, segments.nbytes)).any():
@@ -255,12 +255,12 @@ class Planner:
         return segments
 
 
-def block_hosts(
+def host_addresses(
     slots: Sequence[int] | npt.NDArray[np.integer],
-    layout: GroupLayout,
+    layout: GroupMemory,
     skip_blocks: int = 0,
 ) -> U64:
-    """Host addresses of all blocks of the chunks at addresses ``slots``.
+    """The host address of each block of the chunks that lie at addresses ``slots``.
 
     The first ``skip_blocks`` blocks of the first chunk are left out.
     """
@@ -270,24 +270,27 @@ def block_hosts(
 
 
 def _split(segments: Segments, most: int) -> Segments:
-    """Segments of at most ``most`` bytes."""
+    """The same bytes in segments of at most ``most`` bytes."""
     if not len(segments) or int(segments.nbytes.max()) <= most:
         return segments
     size = np.uint64(most)
-    parts = ((segments.nbytes + size - np.uint64(1)) // size).astype(np.int64)
-    begin = ranges(parts).astype(np.uint64) * size
+    cuts = ((segments.nbytes + size - np.uint64(1)) // size).astype(np.int64)
+    begin = ranges(cuts).astype(np.uint64) * size
     return Segments(
-        np.repeat(segments.device, parts) + begin,
-        np.repeat(segments.host, parts) + begin,
-        np.minimum(np.repeat(segments.nbytes, parts) - begin, size),
+        np.repeat(segments.device, cuts) + begin,
+        np.repeat(segments.host, cuts) + begin,
+        np.minimum(np.repeat(segments.nbytes, cuts) - begin, size),
     )
 
 
-def _cut(nbytes: U64, operation_us: float | npt.NDArray[np.float64]) -> Iterator[slice]:
-    """Slices of operations that take about PIECE_US each."""
+def _cut(nbytes: U64, cost_us: float | npt.NDArray[np.float64]) -> Iterator[slice]:
+    """Slices of operations, each slice about PIECE_US of work.
+
+    Operation ``i`` moves ``nbytes[i]`` bytes and costs ``cost_us`` besides.
+    """
     if not len(nbytes):
         return
-    ends = np.cumsum(nbytes / COPY_PRICES.link_bytes_per_us + operation_us)
+    ends = np.cumsum(nbytes / COST_MODEL.link_bytes_per_us + cost_us)
     cuts = np.searchsorted(ends, np.arange(PIECE_US, ends[-1], PIECE_US)).tolist()
     start = 0
     for end in [*(cut + 1 for cut in cuts), len(nbytes)]:
@@ -297,7 +300,10 @@ def _cut(nbytes: U64, operation_us: float | npt.NDArray[np.float64]) -> Iterator
 
 
 def _windows(count: int, operations: int) -> Iterator[slice]:
-    """Slices of ``count`` items that have ``operations`` each, so many that planning is short."""
+    """Slices of ``count`` items, each small enough to be planned in a short time.
+
+    An item takes ``operations`` copies.
+    """
     step = max(1, _WINDOW_OPERATIONS // max(1, operations))
     for start in range(0, count, step):
         yield slice(start, start + step)

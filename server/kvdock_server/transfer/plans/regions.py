@@ -1,4 +1,4 @@
-"""The regions of a layout where they are mapped, and what can be copied of them at once. Pure."""
+"""Where a worker's regions are mapped, and which of them one copy can move together. Pure."""
 
 from __future__ import annotations
 
@@ -9,34 +9,56 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdock_server.transfer.plans.arrays import I64, U64
-from kvdock_server.transfer.plans.cost_model import COPY_PRICES
-from kvdock_server.transfer.plans.group_memory import GroupLayout
+from kvdock_server.transfer.plans.cost_model import COST_MODEL
+from kvdock_server.transfer.plans.group_memory import GroupMemory
 from kvdock_server.transfer.plans.pieces import MAX_OPERATION_BYTES
 
-_LADDER_STEPS = (1, 2)
+_STEPS = (1, 2)
+"""A strided group has every region from its first on, or every second one. The second form is for
+K and V of a layer at one distance, and layers at another."""
 
 
 class MergedRegions(NamedTuple):
-    """Regions of a layout with device addresses, those that touch on both sides made one."""
+    """The regions of one group, those merged that follow one another on both sides.
+
+    One row for each region, in the order in which the host keeps them.
+    """
 
     allocation: I64
+    """Index of the region's allocation."""
     device: U64
+    """Address of the page of block 0."""
     stride: U64
+    """Bytes from one block's page to the next block's."""
     nbytes: U64
+    """Bytes of the page."""
     host_offset: U64
+    """Bytes from the beginning of a block in host memory."""
 
 
-class Ladder(NamedTuple):
-    """Regions at one pitch on both sides: rows of one rectangle for every block."""
+class StridedGroup(NamedTuple):
+    """Regions that lie at one pitch on both sides: for each block, the rows of one rectangle."""
 
     first: int
+    """Index of the first region."""
     rows: int
+    """Number of regions."""
     device_pitch: int
     host_pitch: int
 
 
-def merged(layout: GroupLayout, bases: Sequence[int]) -> MergedRegions:
-    """Regions that follow one another on both sides become one, for every block alike."""
+class Grouping(NamedTuple):
+    """All regions, each either in a strided group or copied as a segment of its own."""
+
+    strided: list[StridedGroup]
+    singles: npt.NDArray[np.intp]
+    """Indices of the regions that are in no strided group, ascending."""
+    block_us: float
+    """Cost of one block's copies, beyond its bytes' own time on the link."""
+
+
+def merged(layout: GroupMemory, bases: Sequence[int]) -> MergedRegions:
+    """The regions of a group whose allocations are mapped at addresses ``bases``."""
     rows: list[list[int]] = []  # allocation, device address, stride, bytes, host offset
     host_offset = 0
     for region in layout.regions:
@@ -58,36 +80,32 @@ def merged(layout: GroupLayout, bases: Sequence[int]) -> MergedRegions:
     return MergedRegions(columns[0].astype(np.int64), *columns[1:])
 
 
-def cheapest_ladders(
-    regions: MergedRegions, prices: npt.NDArray[np.float64]
-) -> tuple[list[Ladder], npt.NDArray[np.intp]]:
-    """Ladders, and the regions that are in none, at the lowest price for one block.
+def cheapest_grouping(regions: MergedRegions, costs_us: npt.NDArray[np.float64]) -> Grouping:
+    """The grouping with the least cost for one block.
 
-    With step 2 every other region is a rung: K and V of a layer at one distance, layers at
-    another.
+    ``costs_us`` has for each region the cost of copying it as a segment.
     """
-    best: tuple[float, list[Ladder], list[int]] | None = None
-    for step in _LADDER_STEPS:
-        ladders: list[Ladder] = []
+    groupings = []
+    for step in _STEPS:
+        strided: list[StridedGroup] = []
         singles: list[int] = []
         for first in range(min(step, len(regions.device))):
-            _climb(regions, prices, first, step, ladders, singles)
-        price = len(ladders) * COPY_PRICES.rectangle_us + float(prices[singles].sum())
-        if best is None or price < best[0]:
-            best = price, ladders, singles
-    assert best is not None
-    return best[1], np.array(sorted(best[2]), dtype=np.intp)
+            _group(regions, costs_us, first, step, strided, singles)
+        alone = np.array(sorted(singles), dtype=np.intp)
+        block_us = len(strided) * COST_MODEL.rectangle_us + float(costs_us[alone].sum())
+        groupings.append(Grouping(strided, alone, block_us))
+    return min(groupings, key=lambda grouping: grouping.block_us)
 
 
-def _climb(
+def _group(
     regions: MergedRegions,
-    prices: npt.NDArray[np.float64],
+    costs_us: npt.NDArray[np.float64],
     first: int,
     step: int,
-    ladders: list[Ladder],
+    strided: list[StridedGroup],
     singles: list[int],
 ) -> None:
-    """Sort regions ``first``, ``first + step``, ... into ladders and singles."""
+    """Add each of the regions ``first``, ``first + step``, ... to ``strided`` or ``singles``."""
     allocation = regions.allocation.tolist()
     device = regions.device.tolist()
     stride = regions.stride.tolist()
@@ -103,20 +121,20 @@ def _climb(
             host_pitch = host[at + step] - host[at]
         if nbytes[at] <= min(device_pitch, host_pitch):
             most = max(1, MAX_OPERATION_BYTES // nbytes[at])
-            rung = at + step
+            row = at + step
             while (
                 rows < most
-                and rung < count
-                and allocation[rung] == allocation[at]
-                and stride[rung] == stride[at]
-                and nbytes[rung] == nbytes[at]
-                and device[rung] - device[rung - step] == device_pitch
-                and host[rung] - host[rung - step] == host_pitch
+                and row < count
+                and allocation[row] == allocation[at]
+                and stride[row] == stride[at]
+                and nbytes[row] == nbytes[at]
+                and device[row] - device[row - step] == device_pitch
+                and host[row] - host[row - step] == host_pitch
             ):
                 rows += 1
-                rung += step
-        if rows * prices[at] > COPY_PRICES.rectangle_us:
-            ladders.append(Ladder(at, rows, device_pitch, host_pitch))
+                row += step
+        if rows * costs_us[at] > COST_MODEL.rectangle_us:
+            strided.append(StridedGroup(at, rows, device_pitch, host_pitch))
             at += rows * step
         else:
             singles.append(at)

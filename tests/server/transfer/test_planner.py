@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from kvdock_server.transfer.plans import planner as planning
 from kvdock_server.transfer.plans import regions
-from kvdock_server.transfer.plans.cost_model import COPY_PRICES
-from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupLayout, LayoutError
+from kvdock_server.transfer.plans.cost_model import COST_MODEL
+from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupMemory, LayoutError
 from kvdock_server.transfer.plans.pieces import Piece, Rectangles, ScatteredBlocks, Segments
-from kvdock_server.transfer.plans.planner import Planner, block_hosts
+from kvdock_server.transfer.plans.planner import Planner, host_addresses
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
@@ -179,12 +179,12 @@ def check_plan(
             for module in (planning, regions):
                 patch.setattr(module, "MAX_OPERATION_BYTES", 150)
             patch.setattr(planning, "_WINDOW_OPERATIONS", 7)
-            prices = COPY_PRICES._replace(stage_us=0.0)
-            patch.setattr(planning, "COPY_PRICES", prices)
+            model = COST_MODEL._replace(stage_us=0.0)
+            patch.setattr(planning, "COST_MODEL", model)
         step = piece_bytes or 1 << 40
         borders = np.arange(HOST_BASE + step, HOST_BASE + len(host), step, dtype=np.uint64)
         planner = Planner(layout, memory.bases, borders=borders)
-        hosts = block_hosts(HOST_BASE + slots, layout, skip)
+        hosts = host_addresses(HOST_BASE + slots, layout, skip)
         moved = 0
         for piece in planner.plan(ids, hosts, stage=stage):
             assert stage or not isinstance(piece, ScatteredBlocks)
@@ -253,11 +253,11 @@ def test_every_layout_in_every_order(name: str, kind: str) -> None:
         )
 
 
-def kinds(layout: GroupLayout, ids: list[int], *, stage: bool = True) -> set[type[Piece]]:
+def kinds(layout: GroupMemory, ids: list[int], *, stage: bool = True) -> set[type[Piece]]:
     bases = [DEVICE_BASE + (i << 36) for i in range(LAYERS)]
     planner = Planner(layout, bases)
     slots = HOST_BASE + np.arange(len(ids) // layout.blocks_per_chunk) * layout.chunk_bytes
-    return {type(piece) for piece in planner.plan(ids, block_hosts(slots, layout), stage=stage)}
+    return {type(piece) for piece in planner.plan(ids, host_addresses(slots, layout), stage=stage)}
 
 
 LARGE_PAGE = 64 << 10
@@ -269,8 +269,8 @@ RUNS = np.random.default_rng(0).permutation(BLOCKS // 64)
 RUNS_OF_64 = [int(64 * run + i) for run in RUNS for i in range(64)]
 
 
-def layer_major(page: int, *, apart: bool) -> GroupLayout:
-    return GroupLayout(
+def layer_major(page: int, *, apart: bool) -> GroupMemory:
+    return GroupMemory(
         BLOCKS,
         16,
         tuple(
@@ -289,9 +289,9 @@ def test_a_block_major_cache_is_one_segment_a_block() -> None:
     regions = [
         BlockRegion(0, i * SMALL_PAGE, LAYERS * SMALL_PAGE, SMALL_PAGE) for i in range(LAYERS)
     ]
-    layout = GroupLayout(BLOCKS, 16, tuple(regions))
+    layout = GroupMemory(BLOCKS, 16, tuple(regions))
     planner = Planner(layout, [DEVICE_BASE])
-    hosts = block_hosts(HOST_BASE + np.arange(2) * layout.chunk_bytes, layout)
+    hosts = host_addresses(HOST_BASE + np.arange(2) * layout.chunk_bytes, layout)
     assert count(list(planner.plan(list(range(64, 32, -1)), hosts, stage=True))) == 32
     assert count(list(planner.plan(list(range(32)), hosts, stage=True))) == 1
 
@@ -325,16 +325,16 @@ def test_large_pages_at_no_pitch_are_segments_if_longer_than_the_driver_takes() 
 def test_more_is_staged_of_what_is_passed_on() -> None:
     layout = layer_major(LARGE_PAGE + (8 << 10), apart=True)
     planner = Planner(layout, [DEVICE_BASE + (i << 36) for i in range(LAYERS)])
-    hosts = block_hosts(HOST_BASE + np.arange(BLOCKS // 16) * layout.chunk_bytes, layout)
-    assert not planner.may_stage(passed_on=False)
-    assert planner.may_stage(passed_on=True)
-    pieces = planner.plan(RANDOM, hosts, stage=True, passed_on=True)
+    hosts = host_addresses(HOST_BASE + np.arange(BLOCKS // 16) * layout.chunk_bytes, layout)
+    assert not planner.may_stage(forwarded=False)
+    assert planner.may_stage(forwarded=True)
+    pieces = planner.plan(RANDOM, hosts, stage=True, forwarded=True)
     assert {type(piece) for piece in pieces} == {ScatteredBlocks}
 
 
 def test_a_kernel_for_one_chunk_of_many_segments_and_none_for_few() -> None:
     assert kinds(layer_major(SMALL_PAGE, apart=True), RANDOM[:16]) == {ScatteredBlocks}
-    few = GroupLayout(BLOCKS, 16, layer_major(SMALL_PAGE, apart=True).regions[:4])
+    few = GroupMemory(BLOCKS, 16, layer_major(SMALL_PAGE, apart=True).regions[:4])
     assert kinds(few, RANDOM[:16]) == {Segments}
 
 
@@ -349,7 +349,7 @@ def test_only_blocks_on_a_border_lose_their_rectangles() -> None:
     borders = HOST_BASE - (300 << 10) + np.arange(1, 9, dtype=np.uint64) * np.uint64(256 << 20)
     planner = Planner(layout, bases, borders=borders)
     slots = HOST_BASE + np.arange(BLOCKS // 16) * layout.chunk_bytes
-    pieces = list(planner.plan(list(range(BLOCKS)), block_hosts(slots, layout), stage=False))
+    pieces = list(planner.plan(list(range(BLOCKS)), host_addresses(slots, layout), stage=False))
     segments = sum(piece.total_bytes for piece in pieces if isinstance(piece, Segments))
     assert segments == 2 * layout.block_bytes  # 640 MiB from just behind a border on: two blocks
 
@@ -358,24 +358,24 @@ def test_pieces_are_bounded_in_time_and_bytes() -> None:
     layout = layer_major(SMALL_PAGE, apart=False)
     planner = Planner(layout, [DEVICE_BASE])
     slots = HOST_BASE + np.arange(BLOCKS // 16) * layout.chunk_bytes
-    for piece in planner.plan(RANDOM, block_hosts(slots, layout), stage=True):
+    for piece in planner.plan(RANDOM, host_addresses(slots, layout), stage=True):
         assert piece.total_bytes <= 72 << 20
 
 
 @pytest.mark.parametrize(
     ("layout", "sizes", "complaint"),
     [
-        (GroupLayout(4, 1, (BlockRegion(0, 0, 8, 8),)), [31], "ends at byte 32"),
-        (GroupLayout(4, 1, (BlockRegion(0, 1, 8, 8),)), [32], "ends at byte 33"),
-        (GroupLayout(4, 1, (BlockRegion(1, 0, 8, 8),)), [32], "names allocation 1"),
-        (GroupLayout(4, 1, (BlockRegion(0, 0, 7, 8),)), [99], "overlap"),
-        (GroupLayout(4, 1, (BlockRegion(0, 0, 8, 0),)), [32], "at least one byte"),
-        (GroupLayout(4, 1, ()), [32], "needs blocks"),
-        (GroupLayout(0, 1, (BlockRegion(0, 0, 8, 8),)), [32], "needs blocks"),
+        (GroupMemory(4, 1, (BlockRegion(0, 0, 8, 8),)), [31], "ends at byte 32"),
+        (GroupMemory(4, 1, (BlockRegion(0, 1, 8, 8),)), [32], "ends at byte 33"),
+        (GroupMemory(4, 1, (BlockRegion(1, 0, 8, 8),)), [32], "names allocation 1"),
+        (GroupMemory(4, 1, (BlockRegion(0, 0, 7, 8),)), [99], "overlap"),
+        (GroupMemory(4, 1, (BlockRegion(0, 0, 8, 0),)), [32], "at least one byte"),
+        (GroupMemory(4, 1, ()), [32], "needs blocks"),
+        (GroupMemory(0, 1, (BlockRegion(0, 0, 8, 8),)), [32], "needs blocks"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(
-    layout: GroupLayout, sizes: list[int], complaint: str
+    layout: GroupMemory, sizes: list[int], complaint: str
 ) -> None:
     with pytest.raises(LayoutError, match=complaint):
         layout.check(sizes)

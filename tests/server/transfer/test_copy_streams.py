@@ -1,4 +1,4 @@
-"""How a mover hands pieces to the driver."""
+"""How a device's streams hand pieces to the driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvdock_server.transfer.devices import copy_streams
-from kvdock_server.transfer.devices.copy_streams import DeviceMover, Direction
+from kvdock_server.transfer.devices.copy_streams import CopyStreams, Direction
 from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
 from kvdock_server.transfer.devices.pinning import PinnedPool
 from kvdock_server.transfer.plans.arrays import U64
@@ -69,36 +69,38 @@ def driver() -> CountingDriver:
 
 
 @pytest.fixture
-def mover(driver: CountingDriver) -> DeviceMover:
+def streams(driver: CountingDriver) -> CopyStreams:
     pool = cast(PinnedPool, Pinned())
-    mover = DeviceMover(cast(Driver, driver), 1, Direction.LOAD, pool)
-    mover.open()
-    return mover
+    streams = CopyStreams(cast(Driver, driver), 1, Direction.LOAD, pool)
+    streams.open()
+    return streams
 
 
 def columns(count: int, number: int) -> list[Any]:
     return [np.arange(count, dtype=np.uint64)] * number
 
 
-def test_calls_are_short_where_the_link_is_idle(driver: CountingDriver, mover: DeviceMover) -> None:
-    tickets = [mover.start(Segments(*columns(700, 3)), None) for _ in range(2)]
+def test_calls_are_short_where_the_link_is_idle(
+    driver: CountingDriver, streams: CopyStreams
+) -> None:
+    tickets = [streams.start(Segments(*columns(700, 3)), None) for _ in range(2)]
     assert driver.calls == [32, 64, 128, 256, 220, 512, 188]
     driver.calls.clear()
     for ticket in tickets:
-        mover.wait(ticket, more_under_way=False)
-    mover.start(Rectangles(*columns(30, 6)), None)
-    mover.start(Rectangles(*columns(30, 6)), None)
+        streams.wait(ticket, more_under_way=False)
+    streams.start(Rectangles(*columns(30, 6)), None)
+    streams.start(Rectangles(*columns(30, 6)), None)
     assert driver.calls == [4, 8, 16, 2, 30]
 
 
 def test_nothing_of_a_piece_that_could_not_be_queued_is_under_way(
-    driver: CountingDriver, mover: DeviceMover
+    driver: CountingDriver, streams: CopyStreams
 ) -> None:
     driver.fails_at_call = 2
     with pytest.raises(CudaError, match="it broke"):
-        mover.start(Segments(*columns(700, 3)), None)
-    assert sorted(driver.synchronized) == sorted(mover._streams)
-    assert mover.failure is None
+        streams.start(Segments(*columns(700, 3)), None)
+    assert sorted(driver.synchronized) == sorted(streams._streams)
+    assert streams.failure is None
     driver.calls.clear()
-    mover.start(Segments(*columns(33, 3)), None)
+    streams.start(Segments(*columns(33, 3)), None)
     assert driver.calls == [copy_streams._FIRST_SEGMENTS, 1]

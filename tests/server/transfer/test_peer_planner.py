@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupLayout
-from kvdock_server.transfer.plans.peer_planner import RelayPlanner
+from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupMemory
+from kvdock_server.transfer.plans.peer_planner import PeerPlanner
 from kvdock_server.transfer.plans.pieces import Rectangles, Segments
 from kvdock_server.transfer.plans.planner import Planner
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
-from test_plan import DEVICE_BASE, KINDS, Ids, Memory, block_ids, runs_of
+from test_planner import DEVICE_BASE, KINDS, Ids, Memory, block_ids, runs_of
 
 FAR_BASE = 1 << 42
 NOTHING = np.zeros(0, np.uint8)
@@ -35,7 +35,7 @@ class FarMemory(Memory):
 def one_region(nbytes: int, blocks: int, pad: int) -> kv_layouts.Case:
     """A block in one piece, with ``pad`` bytes after it: whatever the other side's pieces are."""
     stride = nbytes + pad
-    layout = GroupLayout(blocks, 1, (BlockRegion(0, 0, stride, nbytes),))
+    layout = GroupMemory(blocks, 1, (BlockRegion(0, 0, stride, nbytes),))
 
     def pages(arrays: list[kv_layouts.Bytes], block: int) -> list[kv_layouts.Bytes]:
         return [arrays[0][block * stride : block * stride + nbytes]]
@@ -62,7 +62,7 @@ def check(
         for page in target.pages(expected, block):
             page[:] = block_bytes[at : at + len(page)]
             at += len(page)
-    planner = RelayPlanner(
+    planner = PeerPlanner(
         Planner(source.layout, near.bases).regions, Planner(target.layout, far.bases).regions
     )
     segments, rectangles = planner.plan(ids)

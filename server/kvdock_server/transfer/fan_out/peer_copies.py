@@ -1,0 +1,116 @@
+"""How blocks of one group get from one device to another: by copy engines, or by a kernel.
+
+Copy engines do it where there are few copies to queue. The kernel takes time slices from the engine
+on the sending device, so it is for the rest only.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from kvdock_server.transfer.devices import kernels
+from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
+from kvdock_server.transfer.devices.kernels import PeerKernel
+from kvdock_server.transfer.devices.libcuda import (
+    CUDA_ERROR_INVALID_VALUE,
+    CUDA_ERROR_NOT_SUPPORTED,
+)
+from kvdock_server.transfer.plans.cost_model import COST_MODEL
+from kvdock_server.transfer.plans.peer_planner import PeerPlanner
+from kvdock_server.transfer.plans.pieces import ForwardedBlocks, Rectangles, Segments
+from kvdock_server.transfer.plans.regions import MergedRegions
+
+logger = logging.getLogger(__name__)
+
+_BATCH_SEGMENTS = 512
+_REFUSALS = CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED
+"""What a driver answers to a kind of copy that it does not know."""
+_COPY_US = 1.0
+"""Microseconds of the thread that queueing one copy takes, beside the call itself."""
+_MOST_QUEUEING = 0.3
+"""Share of the time that blocks take on the link to the host. To queue their copies to all
+receivers may take this much."""
+
+
+class PeerGroup:
+    """One group in which blocks of sender and receiver have the same number of bytes.
+
+    The sending device's context is current in all methods.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        ordinal: int,
+        device_name: str,
+        source: MergedRegions,
+        target: MergedRegions,
+    ) -> None:
+        """``ordinal`` and ``device_name`` are the sending device's. ``source`` are the sender's
+        regions, and ``target`` the receiver's as they are mapped for the sending device."""
+        self._driver = driver
+        self._planner = PeerPlanner(source, target)
+        self._kernel: PeerKernel | None = None
+        pairs = np.stack(self._planner.pairs)
+        if pairs.shape[1] > 1:  # else a block is one copy
+            self._kernel = kernels.made(
+                lambda: PeerKernel(driver, ordinal, pairs),
+                f"scattered blocks go on from {device_name} by copies",
+            )
+
+    def queue(self, blocks: ForwardedBlocks, stream: int) -> None:
+        """Queue the copies to this receiver. CudaError if the driver refuses."""
+        link_us = blocks.total_bytes / COST_MODEL.link_bytes_per_us
+        queueing_us = self._planner.count(blocks.ids) * blocks.receivers * _COPY_US
+        if self._kernel is not None and queueing_us > link_us * _MOST_QUEUEING:
+            self._kernel.launch(blocks.ids, stream)
+        else:
+            segments, rectangles = self._planner.plan(blocks.ids)
+            _copy_rectangles(self._driver, rectangles, stream)
+            _copy_segments(self._driver, segments, stream)
+
+    def close(self) -> None:
+        if self._kernel is not None:
+            self._kernel.close()
+
+
+def _copy_segments(driver: Driver, segments: Segments, stream: int) -> None:
+    columns = [
+        np.ascontiguousarray(column) for column in (segments.host, segments.device, segments.nbytes)
+    ]
+    if driver.has_batch_copy:
+        try:
+            for start in range(0, len(segments), _BATCH_SEGMENTS):
+                count = min(_BATCH_SEGMENTS, len(segments) - start)
+                targets, sources, sizes = (column[start:].ctypes.data for column in columns)
+                driver.copy_batch(targets, sources, sizes, count, stream)
+            return
+        except CudaError as error:
+            if error.code not in _REFUSALS:
+                raise
+            # What the earlier batches queued is copied twice.
+            logger.warning("this driver refuses batches between devices: %s", error)
+    for target, source, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        driver.copy_between(target, source, nbytes, stream)
+
+
+def _copy_rectangles(driver: Driver, rectangles: Rectangles, stream: int) -> None:
+    if not len(rectangles):
+        return
+    if driver.has_batch_copy:
+        try:
+            driver.copy_rectangles(
+                Side(rectangles.host, rectangles.host_pitch),
+                Side(rectangles.device, rectangles.device_pitch),
+                rectangles.width,
+                rectangles.height,
+                stream,
+            )
+            return
+        except CudaError as error:
+            if error.code not in _REFUSALS:
+                raise
+            logger.warning("this driver refuses rectangles, rows go one by one: %s", error)
+    _copy_segments(driver, rectangles.rows(), stream)
