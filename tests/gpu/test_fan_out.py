@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_memory import free_bytes
 from worker_process import WorkerProcess
 
 from kvdock import Client
@@ -247,12 +248,6 @@ def test_a_killed_rank_costs_the_others_nothing(server: Any) -> None:
             np.testing.assert_array_equal(worker.blocks(target), expected)
     finally:
         ranks.stop()
-
-
-def free_bytes(ordinal: int) -> int:
-    driver = load_driver()
-    driver.set_current(driver.retain_context(ordinal))
-    return driver.memory_info()[0]
 
 
 class Unpeered:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_memory import free_bytes
 
 from kvdock import Client
-from kvdock_server.transfer.devices.driver import load_driver
 
 pytestmark = pytest.mark.gpu
 
@@ -21,12 +21,6 @@ PER_CHUNK = 4
 
 def keys(count: int) -> list[bytes]:
     return [secrets.token_bytes(32) for _ in range(count)]
-
-
-def free_device_bytes() -> int:
-    driver = load_driver()
-    driver.set_current(driver.retain_context(0))
-    return driver.memory_info()[0]
 
 
 @pytest.fixture
@@ -69,15 +63,15 @@ def test_a_killed_worker_costs_the_server_nothing(gpu_server: Any, start_worker:
     neighbour = start_worker()
     neighbour.make("layer_major", "bf16", 5, BLOCKS, 4096)
     neighbour.connect(gpu_server.address, "neighbour", "model", PER_CHUNK)
-    free = free_device_bytes()
+    free = free_bytes()
     worker = start_worker()
     worker.make("block_major", "bf16", 32, 4096, 16384)  # 2 GiB
     worker.connect(gpu_server.address, "engine", "large", 16)
     worker.store(keys(4), list(range(64)))
-    assert free_device_bytes() < free - (2 << 30)
+    assert free_bytes() < free - (2 << 30)
     worker.kill()
     end = time.monotonic() + 10
-    while free_device_bytes() < free - (64 << 20):
+    while free_bytes() < free - (64 << 20):
         assert time.monotonic() < end
         time.sleep(0.05)
     with Client(gpu_server.address) as client:

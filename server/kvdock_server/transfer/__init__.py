@@ -8,8 +8,7 @@ The rest of the server imports from here only. Importing this package loads no C
 first registration does.
 """
 
-from kvdock_server.transfer.devices.device import DeviceStats
-from kvdock_server.transfer.devices.lane import TransferCancelledError, TransferFailedError
+from kvdock_server.transfer.devices.lane import TransferFailedError
 from kvdock_server.transfer.fan_out.load import CopiedBytes, LoadFollower
 from kvdock_server.transfer.gpu import DeviceMemoryError, GpuStats, GpuTransfers, Registration
 from kvdock_server.transfer.plans.arrays import I64
@@ -26,13 +25,11 @@ __all__ = [
     "CopiedBytes",
     "DeviceAllocation",
     "DeviceMemoryError",
-    "DeviceStats",
     "GpuStats",
     "GpuTransfers",
     "GroupMemory",
     "LayoutError",
     "LoadFollower",
     "Registration",
-    "TransferCancelledError",
     "TransferFailedError",
 ]

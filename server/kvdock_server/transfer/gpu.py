@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvdock_server.transfer.devices.block_transfer import BlockTransfer, ReadyEvent
 from kvdock_server.transfer.devices.copy_streams import Direction
-from kvdock_server.transfer.devices.device import Device, DeviceStats, MappedGroup, format_uuid
+from kvdock_server.transfer.devices.device import Device, MappedGroup, format_uuid
 from kvdock_server.transfer.devices.driver import CudaError, CudaUnavailableError, load_driver
 from kvdock_server.transfer.devices.lane import Job
 from kvdock_server.transfer.devices.mapped_memory import MappedMemory
@@ -55,7 +55,6 @@ class GpuStats:
     """Bytes of the pool that are registered with CUDA."""
     pin_refused: str
     """Why the rest of the pool stays unpinned. Empty unless CUDA refused."""
-    devices: Sequence[DeviceStats]
 
 
 class GpuTransfers:
@@ -107,13 +106,7 @@ class GpuTransfers:
 
     def stats(self) -> GpuStats:
         """A snapshot. Any thread."""
-        # Without the lock, which is held while a context is made: the event loop calls this.
-        devices = self._devices.copy().values()
-        return GpuStats(
-            self._pool.pinned_bytes,
-            self._pool.refused or "",
-            [device.stats() for device in devices],
-        )
+        return GpuStats(self._pool.pinned_bytes, self._pool.refused or "")
 
     async def close(self) -> None:
         """End all transfers, unmap everything and unpin the pool.

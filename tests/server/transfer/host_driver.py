@@ -139,6 +139,11 @@ class HostDriver:
         self.exported[handle] = Exported(ordinal, memory, fd)
         return handle, memory
 
+    def opened_for(self, ordinal: int) -> list[bytes]:
+        """The handles that are open in the device's context."""
+        opened = self.opened.copy().values()
+        return [each.handle for each in opened if each.context == ordinal + 1]
+
     def assert_all_given_back(self) -> None:
         """Nothing is held of what can be given back."""
         assert self.opened == {}
@@ -318,7 +323,7 @@ class HostDriver:
         ]
         for target, source, nbytes in zip(*columns, strict=True):
             for host in (target, source):
-                assert self._device_of(host) is not None or self._registration(host) is not None, (
+                assert self.device_of(host) is not None or self._registration(host) is not None, (
                     "a batch of memory that is not registered"
                 )
             self._copy(target, source, nbytes, stream)
@@ -335,7 +340,7 @@ class HostDriver:
             assert nbytes <= source_pitch, "rows overlap"
             for side, pitch in ((target, target_pitch), (source, source_pitch)):
                 last = side + (count - 1) * pitch + nbytes - 1
-                if self._device_of(side) is None:
+                if self.device_of(side) is None:
                     assert self._registration(side) == self._registration(last) is not None
                 else:
                     assert self._mapping(side) == self._mapping(last)
@@ -387,7 +392,7 @@ class HostDriver:
         with self._lock:
             context = self._streams[stream].context
             assert context == self.current, "a stream of another context"
-            sides = self._device_of(target), self._device_of(source)
+            sides = self.device_of(target), self.device_of(source)
             assert sides != (None, None), "a copy with no device side"
             for address, ordinal in zip((target, source), sides, strict=True):
                 if ordinal is None:
@@ -441,7 +446,7 @@ class HostDriver:
                 return base
         return None
 
-    def _device_of(self, address: int) -> int | None:
+    def device_of(self, address: int) -> int | None:
         """The device on which the address's memory lies."""
         base = self._mapping(address)
         if base is None:

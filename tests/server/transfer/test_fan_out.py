@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from kvdock_server.transfer.plans.cost_model import COST_MODEL
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kv_layouts
-from host_driver import COPY_TO_PEER, HostDriver, uuid
+from host_driver import COPY_TO_PEER, MOVE_BLOCKS, HostDriver, uuid
 from several_devices import BLOCKS, LOADED_BLOCKS, PER_CHUNK, POOL_BYTES, Setting, Worker
 
 EVENT = b"e" * 64
@@ -42,13 +43,19 @@ async def pinned(setting: Setting) -> None:
 async def test_every_layout_is_copied_once_and_passed_on(setting: Setting, name: str) -> None:
     workers = await setting.workers(name)
     await pinned(setting)
+    moved: Counter[str] = Counter()
+
+    def count(target: int, source: int, nbytes: int) -> None:
+        from_pool = setting.driver.device_of(source) is None
+        moved["from the pool" if from_pool else "between devices"] += nbytes
+
+    setting.driver.before_copy = count
     copied, followers = await setting.load(workers[0], workers[1:])
     nbytes = LOADED_BLOCKS * workers[0].case.layout.block_bytes
     assert copied == CopiedBytes(nbytes, 3 * nbytes)
     assert [follower.failure for follower in followers] == [None] * 3
     assert all(setting.is_filled(worker) for worker in workers)
-    moved = setting.transfers.stats().devices[0].copied_bytes
-    assert moved["load", "ForwardedBlocks"] == nbytes
+    assert moved == {"from the pool": nbytes, "between devices": 3 * nbytes}
 
 
 @pytest.mark.usefixtures("kernels")
@@ -74,8 +81,7 @@ async def test_what_came_staged_is_passed_on(setting: Setting, name: str) -> Non
     await setting.load(workers[0], workers[1:])
     assert all(setting.is_filled(worker) for worker in workers)
     if name == "block first, layers apart":
-        kinds = {kind for _, kind in setting.transfers.stats().devices[0].copied_bytes}
-        assert "ScatteredBlocks" in kinds
+        assert MOVE_BLOCKS in setting.driver.launched
     for worker in workers:
         await worker.registration.close()
 
@@ -215,7 +221,7 @@ class Gate:
         driver.before_copy = self._before
 
     def _before(self, target: int, source: int, nbytes: int) -> None:
-        if None in (self._driver._device_of(target), self._driver._device_of(source)):
+        if None in (self._driver.device_of(target), self._driver.device_of(source)):
             return
         self._left -= 1
         if self._left == 0:
@@ -373,7 +379,6 @@ async def test_only_who_passes_on_stages_what_is_not_worth_it_otherwise(
         group.kernel is not None for memory in memories for group in memory.groups.values()
     ]
     assert has_kernel == [True] + [False] * (len(has_kernel) - 1)
-    kinds = {kind for _, kind in setting.transfers.stats().devices[0].copied_bytes}
-    assert "ScatteredBlocks" in kinds
+    assert MOVE_BLOCKS in setting.driver.launched
     for worker in workers:
         await worker.registration.close()

@@ -35,7 +35,6 @@ async def test_registering_says_what_is_missing() -> None:
     transfers.faulted(0, 1 << 20)
     with pytest.raises(DeviceMemoryError, match="no usable CUDA driver on this host"):
         await transfers.register([ALLOCATION], {None: LAYOUT})
-    assert transfers.stats().devices == []
     assert transfers.stats().pinned_bytes == 0
     await transfers.close()
 

@@ -62,7 +62,7 @@ class CopyStreams:
     ) -> None:
         self._driver = driver
         self._context = context
-        self._store = direction is Direction.STORE
+        self.direction = direction
         self._pool = pool
         self._streams: list[int] = []
         """For copies, for kernels, and for the ends of work on other streams."""
@@ -71,12 +71,6 @@ class CopyStreams:
         self._under_way = 0
         self.failure: str | None = None
         """Why this process can copy nothing any more. Any thread may read it."""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of device memory that staging holds now. Any thread."""
-        staging = self._staging
-        return staging.nbytes if staging is not None else 0
 
     def open(self) -> None:
         try:
@@ -203,7 +197,7 @@ class CopyStreams:
             np.ascontiguousarray(column)
             for column in (segments.device, segments.host, segments.nbytes)
         )
-        targets, sources = (host, device) if self._store else (device, host)
+        targets, sources = (host, device) if self.direction is Direction.STORE else (device, host)
         target, source, size = (a.ctypes.data for a in (targets, sources, nbytes))
         for start, end in self._calls(len(nbytes), _FIRST_SEGMENTS, _BATCH_SEGMENTS):
             at = start * nbytes.itemsize
@@ -222,7 +216,7 @@ class CopyStreams:
         for device, host, nbytes in zip(
             segments.device.tolist(), segments.host.tolist(), segments.nbytes.tolist(), strict=True
         ):
-            if self._store:
+            if self.direction is Direction.STORE:
                 self._driver.copy_to_host(host, device, nbytes, stream)
             else:
                 self._driver.copy_to_device(device, host, nbytes, stream)
@@ -246,11 +240,11 @@ class CopyStreams:
     def _copy_rectangles_at_once(self, rectangles: Rectangles, stream: int) -> None:
         device = Side(rectangles.device, rectangles.device_pitch)
         host = Side(rectangles.host, rectangles.host_pitch)
-        targets, sources = (host, device) if self._store else (device, host)
+        targets, sources = (host, device) if self.direction is Direction.STORE else (device, host)
         self._driver.copy_rectangles(targets, sources, rectangles.width, rectangles.height, stream)
 
     def _copy_rectangles_one_by_one(self, rectangles: Rectangles, stream: int) -> None:
-        make = rectangle_to_host if self._store else rectangle_to_device
+        make = rectangle_to_host if self.direction is Direction.STORE else rectangle_to_device
         for device, host, width, height, device_pitch, host_pitch in zip(
             rectangles.device.tolist(),
             rectangles.host.tolist(),
@@ -276,7 +270,7 @@ class CopyStreams:
             piece.host.device + np.uint64(buffer.address), piece.host.host, piece.host.nbytes
         )
         event = next(self._next_event)
-        if self._store:
+        if self.direction is Direction.STORE:
             kernel.launch(piece, buffer.address, buffer.ids_address, kernels, gather=True)
             self._driver.record_event(event, kernels)
             self._driver.wait_event(copies, event)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -23,22 +21,6 @@ from kvdock_server.transfer.plans.pieces import Piece
 from kvdock_server.transfer.plans.planner import Planner
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStats:
-    """A device that workers have registered memory on since the server's start.
-
-    ``copied_bytes`` is by direction ("store", "load") and kind of copy ("Segments", "Rectangles",
-    "ScatteredBlocks", and "ForwardedBlocks" for what went on to other devices).
-    """
-
-    uuid: str
-    name: str
-    workers: int
-    mapped_bytes: int
-    staging_bytes: int
-    copied_bytes: Mapping[tuple[str, str], int]
 
 
 class MappedGroup(NamedTuple):
@@ -65,15 +47,12 @@ class Device:
         """Memory of other devices, opened for copies from this one."""
         self._workers: set[OpenedEvents] = set()
         self._lock = threading.Lock()
-        self._copied: Counter[tuple[str, str]] = Counter()
         self._streams: dict[Direction, CopyStreams] = {}
         self._lanes: dict[Direction, Lane] = {}
         for direction in Direction:
             streams = CopyStreams(driver, self.context, direction, pool)
             self._streams[direction] = streams
-            self._lanes[direction] = Lane(
-                f"{direction.value}-gpu{ordinal}", streams, moved=self._counter(direction)
-            )
+            self._lanes[direction] = Lane(f"{direction.value}-gpu{ordinal}", streams)
 
     def streams(self, direction: Direction) -> CopyStreams:
         """For transfers of that direction, which use them on their lane's thread only."""
@@ -116,17 +95,6 @@ class Device:
         failures = (streams.failure for streams in self._streams.values())
         return next((failure for failure in failures if failure is not None), None)
 
-    def stats(self) -> DeviceStats:
-        """A snapshot. Any thread."""
-        return DeviceStats(
-            self.uuid,
-            self.name,
-            len(self._workers),
-            self.mappings.mapped_bytes,
-            sum(streams.staging_bytes for streams in self._streams.values()),
-            dict(self._copied),
-        )
-
     def close(self) -> None:
         """End all transfers and unmap everything. The context stays until the process ends."""
         for lane in self._lanes.values():
@@ -136,20 +104,6 @@ class Device:
             events.close_all()
         self.peer_mappings.close_all()
         self.mappings.close_all()
-
-    def _counter(self, direction: Direction) -> _Count:
-        return _Count(self._copied, direction.value)
-
-
-class _Count:
-    """Counts the pieces of one lane; its keys are no other lane's."""
-
-    def __init__(self, counter: Counter[tuple[str, str]], direction: str) -> None:
-        self._counter = counter
-        self._direction = direction
-
-    def __call__(self, piece: Piece) -> None:
-        self._counter[self._direction, type(piece).__name__] += piece.total_bytes
 
 
 class _ReleaseStaging:

@@ -145,12 +145,6 @@ class Driver:
         self._call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
         return size.value - (address - base.value)
 
-    def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the current device."""
-        free, total = c_size_t(), c_size_t()
-        self._call("cuMemGetInfo_v2", byref(free), byref(total))
-        return free.value, total.value
-
     def allocate(self, nbytes: int) -> int:
         """The address of ``nbytes`` of the current device's memory."""
         address = libcuda.DevicePtr()

@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -48,10 +48,6 @@ _LAST_POLL_SECONDS = 500e-6
 
 class TransferFailedError(Exception):
     """Bytes of a transfer did not arrive. The message has the cause."""
-
-
-class TransferCancelledError(TransferFailedError):
-    """The transfer was given up before its end."""
 
 
 class Transfer(Protocol):
@@ -140,9 +136,9 @@ class Job:
         """Start the next piece; the piece and its ticket. None if the job starts no more pieces."""
         try:
             if self._cancelled:
-                raise TransferCancelledError("the transfer was cancelled")
+                raise TransferFailedError("the transfer was cancelled")
             if self._is_late():
-                raise TransferCancelledError("the transfer did not end in time")
+                raise TransferFailedError("the transfer did not end in time")
             if self._error is None:
                 if self._pieces is None:
                     self._pieces = self.transfer.pieces()
@@ -193,10 +189,9 @@ class Job:
 class Lane:
     """A thread, and the jobs that it carries out. See the top of this module."""
 
-    def __init__(self, name: str, streams: Streams, *, moved: Callable[[Piece], None]) -> None:
-        """``moved`` is called for each piece that was copied, on the lane's thread."""
+    def __init__(self, name: str, streams: Streams) -> None:
+        """``name`` is the thread's."""
         self._streams = streams
-        self._moved = moved
         self._wake = threading.Condition()
         self._new: deque[Job] = deque()
         self._closed: TransferFailedError | None = None
@@ -222,7 +217,7 @@ class Lane:
 
     def close(self) -> None:
         """Cancel all jobs, wait for the pieces under way, and end the thread. Any other thread."""
-        self._refuse(TransferCancelledError("the server closes this device"))
+        self._refuse(TransferFailedError("the server closes this device"))
         self._thread.join()
 
     def _refuse(self, error: TransferFailedError) -> None:
@@ -298,10 +293,9 @@ class Lane:
         self._poll_seconds = min(2 * self._poll_seconds, _LAST_POLL_SECONDS)
 
     def _await_oldest(self) -> None:
-        job, piece, ticket = self._under_way.popleft()
+        job, _, ticket = self._under_way.popleft()
         try:
             self._streams.wait(ticket, more_under_way=bool(self._under_way))
-            self._moved(piece)
         except Exception as error:
             job.piece_ended(error)
         else:

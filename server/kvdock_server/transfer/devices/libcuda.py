@@ -152,7 +152,6 @@ SIGNATURES: dict[str, list[type]] = {
     "cuIpcCloseMemHandle": [DevicePtr],
     "cuIpcOpenEventHandle": [POINTER(c_void_p), Handle],
     "cuMemGetAddressRange_v2": [POINTER(DevicePtr), POINTER(c_size_t), DevicePtr],
-    "cuMemGetInfo_v2": [POINTER(c_size_t), POINTER(c_size_t)],
     "cuMemAlloc_v2": [POINTER(DevicePtr), c_size_t],
     "cuMemFree_v2": [DevicePtr],
     "cuMemHostAlloc": [POINTER(c_void_p), c_size_t, c_uint],

@@ -31,11 +31,6 @@ class Mappings:
         self._lock = threading.Lock()
         self._open: dict[bytes, _Mapping] = {}
 
-    @property
-    def mapped_bytes(self) -> int:
-        # No lock: that one is held while the driver maps, and this is asked by the event loop.
-        return sum(mapping.nbytes for mapping in list(self._open.values()))
-
     def open(self, allocation: DeviceAllocation) -> int:
         """The address at which the allocation is mapped. Each call needs its own ``close``.
 

@@ -56,11 +56,6 @@ class StagingBuffers:
             self._in_turn = cycle(buffers)
             self._made = made.pop_all()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory."""
-        return STAGING_BUFFERS * STAGED_PIECE_BYTES
-
     def acquire(self) -> StagingBuffer:
         """The next buffer. Waits until its last use is done."""
         buffer = next(self._in_turn)
