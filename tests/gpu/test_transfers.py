@@ -438,7 +438,7 @@ async def test_arguments_that_do_not_fit_are_refused(
     shared_worker.make("block_major", "bf16", 1, 8, 4096)
     registration, _ = await register(transfers, shared_worker, as_server_types)
     for group, ids, slots, skip, event, complaint in [
-        (None, range(3), [0], 0, b"", "3 block ids: 1 chunks of 4 blocks less 0 make 4"),
+        (None, range(3), [0], 0, b"", "3 block_ids: 1 chunks of 4 blocks less 0 make 4"),
         (None, [0, 1, 2, 8], [0], 0, b"", "block id 8: 8 blocks are registered"),
         (None, [0, 1, 2, -1], [0], 0, b"", "block id -1"),
         (None, [], [0], 4, b"", "skip_blocks 4"),

@@ -42,17 +42,10 @@ def deadline(request: pb.StoreRequest | pb.RetrieveRequest, now: float) -> float
 
 def block_ids(named: Sequence[int], layout: GroupMemory, chunks: int, *, skip_blocks: int) -> I64:
     """Block ids as (chunks, blocks a chunk), 0 for those to skip; RequestError if wrong."""
-    per_chunk = layout.blocks_per_chunk
-    if skip_blocks >= per_chunk:
-        raise invalid(f"skip_blocks {skip_blocks}: a chunk has {per_chunk} blocks")
-    needed = chunks * per_chunk - skip_blocks
-    if len(named) != needed:
-        raise invalid(
-            f"{len(named)} block_ids: {chunks} chunks of {per_chunk} blocks less "
-            f"{skip_blocks} make {needed}"
-        )
-    blocks = np.zeros(chunks * per_chunk, dtype=np.int64)
-    blocks[skip_blocks:] = named
-    if blocks.max(initial=0) >= layout.num_blocks:
-        raise invalid(f"block id {blocks.max()}: {layout.num_blocks} blocks are registered")
-    return blocks.reshape(chunks, per_chunk)
+    try:
+        ids = layout.block_ids(named, chunks, skip_blocks)
+    except ValueError as error:
+        raise invalid(str(error)) from error
+    blocks = np.zeros(skip_blocks + len(ids), dtype=np.int64)
+    blocks[skip_blocks:] = ids
+    return blocks.reshape(chunks, layout.blocks_per_chunk)

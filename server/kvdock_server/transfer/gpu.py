@@ -333,31 +333,13 @@ class Registration:
             )
         if len(ready_event) not in (0, IPC_HANDLE_BYTES):
             raise ValueError(f"an event handle has 64 bytes, this one has {len(ready_event)}")
-        ids = np.asarray(block_ids, dtype=np.int64)
-        return group, ids, self._hosts(group.planner.layout, ids, slot_offsets, skip_blocks)
-
-    def _hosts(
-        self, layout: GroupMemory, ids: I64, slot_offsets: Sequence[int], skip_blocks: int
-    ) -> U64:
+        layout = group.planner.layout
+        ids = layout.block_ids(block_ids, len(slot_offsets), skip_blocks)
         slots = np.asarray(slot_offsets, dtype=np.int64)
-        if not 0 <= skip_blocks < layout.blocks_per_chunk:
-            raise ValueError(
-                f"skip_blocks {skip_blocks}: a chunk has {layout.blocks_per_chunk} blocks"
-            )
-        needed = max(0, len(slots) * layout.blocks_per_chunk - skip_blocks)
-        if len(ids) != needed:
-            raise ValueError(
-                f"{len(ids)} block ids: {len(slots)} chunks of {layout.blocks_per_chunk} blocks "
-                f"less {skip_blocks} make {needed}"
-            )
-        if not needed:
-            return np.zeros(0, dtype=np.uint64)
-        if ids.min() < 0 or ids.max() >= layout.num_blocks:
-            wrong = ids[(ids < 0) | (ids >= layout.num_blocks)][0]
-            raise ValueError(f"block id {wrong}: {layout.num_blocks} blocks are registered")
-        if slots.min() < 0 or slots.max() > len(self._pool_range) - layout.chunk_bytes:
+        last = len(self._pool_range) - layout.chunk_bytes
+        if len(slots) and not 0 <= slots.min() <= slots.max() <= last:
             raise ValueError(f"slots at {slots.min()} to {slots.max()}: one is outside the pool")
-        return host_addresses(slots + self._pool_range.start, layout, skip_blocks)
+        return group, ids, host_addresses(slots + self._pool_range.start, layout, skip_blocks)
 
 
 def _check_follower(

@@ -227,7 +227,7 @@ async def test_a_registration_that_nobody_waits_for_is_undone(setting: Setting) 
 @pytest.mark.parametrize(
     ("group", "ids", "slots", "skip", "event", "complaint"),
     [
-        (None, range(3), [0], 0, b"", "3 block ids: 1 chunks of 4 blocks less 0 make 4"),
+        (None, range(3), [0], 0, b"", "3 block_ids: 1 chunks of 4 blocks less 0 make 4"),
         (None, [0, 1, 2, 40], [0], 0, b"", "block id 40: 40 blocks are registered"),
         (None, [0, 1, 2, -1], [0], 0, b"", "block id -1"),
         (None, [], [0], 4, b"", "skip_blocks 4: a chunk has 4 blocks"),
