@@ -10,9 +10,9 @@ import sys
 from kvdock.errors import KVDockError
 from kvdock_server import config as configuration
 from kvdock_server import lifecycle
-from kvdock_server.allocator import keep_freed_memory
 from kvdock_server.endpoint import EndpointError
-from kvdock_server.pool.room import PoolError
+from kvdock_server.malloc_tuning import keep_freed_memory
+from kvdock_server.pool.memory_limits import PoolError
 
 _USAGE_ERROR = 2
 

@@ -14,23 +14,27 @@ _SLABS = 64
 
 
 def slab_bytes(pool_bytes: int) -> int:
-    """Slab size for a pool: about a 64th, a power of two from 1 to 64 MiB."""
+    """Bytes of a slab: about a 64th of the pool, a power of two from 1 to 64 MiB."""
     wanted = max(pool_bytes // _SLABS, _MIN_SLAB_BYTES)
     return min(1 << (wanted.bit_length() - 1), _MAX_SLAB_BYTES)
 
 
 class Pool:
-    """Memory of a fixed size that becomes usable as it is faulted in."""
+    """Host memory of a fixed size. It becomes usable piece by piece, as it is faulted in."""
 
     def __init__(self, nbytes: int) -> None:
-        """Make a pool of ``nbytes``, rounded down to whole slabs; PoolError if it cannot be had."""
+        """Make a pool of ``nbytes``, rounded down to whole slabs.
+
+        PoolError if that is beyond a memory limit.
+        """
         self.slots = SlotAllocator(nbytes, slab_bytes(nbytes))
         self.segment = Segment(self.slots.limit_bytes)
 
     def start(self, loop: asyncio.AbstractEventLoop, faulted: Callable[[int, int], None]) -> None:
-        """Fault memory in behind the running loop, which alone touches the slots.
+        """Fault memory in, in the background. Only ``loop`` touches the slots.
 
-        ``faulted(offset, nbytes)`` is told of each piece, on other threads.
+        ``faulted(offset, nbytes)`` is called for each piece, on other threads. PoolError if there
+        is no memory for the first piece.
         """
 
         def ready(offset: int, nbytes: int) -> None:

@@ -1,8 +1,8 @@
 """The pool's shared-memory segment: made at start, faulted in behind the running server.
 
-The segment is a file under /dev/shm on which the server holds a lock (flock) for as long as it
-lives. That is how a segment left behind by a killed server is told from a live one's, whatever
-became of process ids since.
+The segment is a file under /dev/shm. The server holds a lock (flock) on the file for as long as it
+lives. The lock tells the segment of a live server from one that a killed server left behind;
+process ids could not, since they come again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from kvdock_server.pool.room import SHM, PoolError, check_room
+from kvdock_server.pool.memory_limits import SHM, PoolError, check_memory_limits
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +39,18 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class Segment:
     """One named piece of shared memory, mapped into this process.
 
-    ``address`` is where it is mapped, ``view`` its bytes. Nothing is backed by memory until
-    ``fault_in``; touching a page before that could kill the process where /dev/shm is full.
+    ``address`` is where it is mapped, and ``view`` are its bytes. No page is backed by memory until
+    ``fault_in``. To touch a page before that could kill the process if /dev/shm is full.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Make and map a segment of ``nbytes``; PoolError if there is less memory."""
-        check_room(nbytes)
+        """Make and map a segment of ``nbytes``. PoolError if that is beyond a memory limit."""
+        check_memory_limits(nbytes)
         self.nbytes = nbytes
         self.shm_name = f"/{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
         self._path = SHM / self.shm_name[1:]
-        # Locked before it has the name by which others look for what dead servers left.
+        # The file gets its final name only when it is locked, so that another server does not take
+        # it for a dead server's.
         new = self._path.with_name(f".{self._path.name}")
         self._fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -65,15 +66,15 @@ class Segment:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        # Large pages make copies faster; kernels that do not offer them here say so, no matter.
+        # Large pages make copies faster. A kernel that has none here refuses, which does no harm.
         _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
 
     def fault_in(self, step_bytes: int, ready: Callable[[int, int], None]) -> None:
         """Back the segment with memory: the first piece at once, the rest on several threads.
 
         ``ready(offset, nbytes)`` is called for each piece, a multiple of ``step_bytes`` long, from
-        those threads. If memory runs out, that is logged and the rest never becomes ready.
-        PoolError if there is none at all.
+        these threads. If memory runs out, it is logged, and the rest never becomes ready. PoolError
+        if there is no memory for the first piece.
         """
         piece = max(_STEP_BYTES // step_bytes, 1) * step_bytes
         first = min(piece, self.nbytes)
@@ -113,44 +114,44 @@ class Segment:
             self._threads.append(thread)
 
     def is_guarded(self, byte: int) -> bool:
-        """True if another process holds a lock (fcntl F_OFD_SETLK) on that byte of the file."""
+        """True if another process holds a lock (fcntl F_OFD_SETLK) on this byte of the file."""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked)
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def unlink(self) -> None:
-        """Remove the name. Mappings that clients have stay valid."""
+        """Remove the segment's name. The clients' mappings stay valid."""
         self._path.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """End faulting in, and remove the name. The mapping lives until the process ends."""
+        """Stop faulting in, and remove the name. The mapping lives until the process ends."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
         self.unlink()
 
     def _populate(self, offset: int, nbytes: int) -> None:
-        """Back a range with memory. OSError if there is none; never SIGBUS."""
+        """Back a range with memory. OSError if there is not enough; never SIGBUS."""
         if _libc.madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE) == 0:
             return
-        # Older kernels (before 5.14) lack it. Reserving first makes touching safe.
+        # Kernels before 5.14 have no MADV_POPULATE_WRITE. Reserved pages are safe to touch.
         os.posix_fallocate(self._fd, offset, nbytes)
         for page in range(offset, offset + nbytes, mmap.PAGESIZE):
             self._map[page] = 0
 
 
 def reclaim_stale_segments() -> list[str]:
-    """Remove this user's segments whose server is gone; their names."""
+    """Remove this user's segments whose server is gone. Returns their names."""
     removed = []
     for path in SHM.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # gone meanwhile, or not ours after all
+            continue  # removed meanwhile, or another user's
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # a live server's
+            continue  # its server is alive
         else:
             path.unlink(missing_ok=True)
             removed.append(path.name)

@@ -1,20 +1,20 @@
-"""Which byte of the pool belongs to whom. Pure: it hands out offsets and touches no memory.
+"""Which bytes of the pool are in use. Pure: it hands out offsets and touches no memory.
 
-The pool is cut into slabs of one size. A slab, or a few in a row, serves slots of one size only,
-and goes back when its last slot does; so slots never fragment, and memory moves between sizes in
-whole slabs. Slots are handed out in ascending order where possible, so that chunks stored together
-lie together.
+The pool is cut into slabs of one size. A run is a slab, or a few in a row, and has slots of one
+size only. When its last slot is given back, its slabs can serve slots of any size. So slots never
+fragment, and memory moves between sizes in whole slabs. Slots are handed out in ascending order
+where possible, so that chunks that are stored together lie together.
 """
 
 from __future__ import annotations
 
 PAGE_BYTES = 4096
-# A run may be longer than a slot needs by this many slabs, to waste less at its end.
+# A run may have this many slabs more than its first slot needs, to waste less at its end.
 _EXTRA_SLABS = 7
 
 
 class _Run:
-    """Slabs in a row that serve slots of one size."""
+    """Slabs in a row, with slots of one size."""
 
     __slots__ = ("capacity", "first", "free", "slabs", "slot_bytes")
 
@@ -30,8 +30,8 @@ class _Run:
 class SlotAllocator:
     """Hands out slots of any size up to the pool's.
 
-    Memory becomes available by ``add``, as it is faulted in; ``limit_bytes`` is how much there will
-    be in the end.
+    ``add`` makes memory available as it is faulted in. ``ready_bytes`` is how much of it there is,
+    ``limit_bytes`` how much there will be in the end.
     """
 
     def __init__(self, limit_bytes: int, slab_bytes: int) -> None:
@@ -48,7 +48,7 @@ class SlotAllocator:
         return -(-size // PAGE_BYTES) * PAGE_BYTES
 
     def add(self, offset: int, nbytes: int) -> None:
-        """Memory from ``offset`` on is there; whole slabs only."""
+        """``nbytes`` from ``offset`` on can be handed out. Both are multiples of a slab."""
         first = offset // self.slab_bytes
         count = nbytes // self.slab_bytes
         self._free_slabs[first : first + count] = b"\x01" * count
@@ -87,10 +87,7 @@ class SlotAllocator:
             partial[run.first] = run
 
     def same_run(self, offset: int) -> list[int]:
-        """The slots in use that share slabs with this one, itself included.
-
-        When all of them are given back, the slabs can serve slots of any size.
-        """
+        """Offsets of all slots in use in the run of the slot at ``offset``, this one included."""
         run = self._runs[offset // self.slab_bytes]
         base = run.first * self.slab_bytes
         free = set(run.free)

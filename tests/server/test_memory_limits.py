@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdock_server.pool import room
-from kvdock_server.pool.room import PoolError, check_room, left_by_cgroups
+from kvdock_server.pool import memory_limits
+from kvdock_server.pool.memory_limits import PoolError, check_memory_limits, left_by_cgroups
 
 GIB = 1 << 30
 
@@ -82,10 +82,10 @@ def test_a_pool_beyond_the_limit_is_refused_with_the_numbers(
 ) -> None:
     folder = host.limit("pod", str(3 << 20), usage=1 << 20)
     host.left("0::/pod")
-    monkeypatch.setattr(room, "_OWN_CGROUPS", host.own)
-    monkeypatch.setattr(room, "_CGROUPS", host.root)
-    check_room(2 << 20)
+    monkeypatch.setattr(memory_limits, "_OWN_CGROUPS", host.own)
+    monkeypatch.setattr(memory_limits, "_CGROUPS", host.root)
+    check_memory_limits(2 << 20)
     with pytest.raises(PoolError) as caught:
-        check_room((2 << 20) + 1)
+        check_memory_limits((2 << 20) + 1)
     for said in (str(folder), "--memory 2097153", "leaves 2097152 bytes", "container"):
         assert said in str(caught.value)

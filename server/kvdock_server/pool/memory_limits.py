@@ -1,6 +1,7 @@
 """How much memory a pool may take: of /dev/shm, of the host, and of this process's cgroups.
 
-The server asks before it starts. A kernel that finds out later ends it.
+The server checks these limits before it starts. If it went beyond one later, the kernel would kill
+it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class PoolError(Exception):
-    """The pool cannot be had as asked for. The message has the numbers and what to do."""
+    """The pool cannot be made as large as asked for. The message has the numbers and what to do."""
 
 
-def check_room(nbytes: int) -> None:
-    """PoolError if there is no room for a pool of ``nbytes``."""
+def check_memory_limits(nbytes: int) -> None:
+    """PoolError if a pool of ``nbytes`` is beyond one of the limits."""
     stats = os.statvfs(SHM)
     free = stats.f_bavail * stats.f_frsize
     if nbytes > free:
@@ -52,12 +53,12 @@ def _available_on_host() -> int:
 
 
 class _Files(NamedTuple):
-    """Where a version of cgroups says what."""
+    """Names of files in a cgroup's folder, for one version of cgroups. Their numbers are bytes."""
 
     limit: str
     usage: str
     reclaimable: tuple[str, ...]
-    """Keys of memory.stat: what the kernel takes back before it refuses."""
+    """Keys of memory.stat, for memory that the kernel takes back before it refuses more."""
 
 
 _V1 = _Files(
@@ -69,10 +70,11 @@ _V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file", "s
 
 
 def left_by_cgroups(own: Path, root: Path) -> Iterator[tuple[Path, int]]:
-    """Each cgroup with a memory limit around this process, and how many bytes that leaves.
+    """Each cgroup around this process that limits memory, and how many bytes its limit leaves.
 
-    ``own`` is /proc/self/cgroup, ``root`` where cgroups are mounted (cgroups(7)). In a container
-    the paths may be the host's, which are not there; its own limits are at the root then.
+    ``own`` is /proc/self/cgroup, and ``root`` is where cgroups are mounted (cgroups(7)). In a
+    container ``own`` may name the host's paths, which do not exist there. The container's own
+    limits are at the root then.
     """
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -92,7 +94,7 @@ def left_by_cgroups(own: Path, root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _left(folder: Path, files: _Files) -> int | None:
-    """None if there is no limit."""
+    """Bytes that the cgroup's limit leaves; None if it has no limit, or does not exist."""
     try:
         limit = (folder / files.limit).read_text().strip()
         if limit == "max":
