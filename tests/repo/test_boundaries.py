@@ -19,6 +19,18 @@ FORBIDDEN = {
 SERVER_MAY_USE = ("kvdock.v1", "kvdock.address", "kvdock.errors")
 PURE = ("server/kvdock_server/index",)
 
+TRANSFER = "server/kvdock_server/transfer"
+KNOWN_TO_TRANSFER = {
+    "plans": ("plans",),
+    "devices": ("plans", "devices"),
+    "fan_out": ("plans", "devices", "fan_out"),
+}
+"""The folders of transfer/, and those that each of them may import."""
+FOR_PURE_NUMBERS = {
+    "__future__", "bisect", "collections", "dataclasses", "functools", "itertools", "math",
+    "numpy", "typing",
+}  # fmt: skip
+
 
 def imports(path: Path) -> Iterator[str]:
     """Full names of all modules that a file imports, at its head or inside a function."""
@@ -29,6 +41,10 @@ def imports(path: Path) -> Iterator[str]:
             case ast.ImportFrom(module=str(module), level=0, names=names):
                 yield module
                 yield from (f"{module}.{name.name}" for name in names)
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
 
 
 def files(package: str) -> list[Path]:
@@ -69,3 +85,63 @@ def test_pure_packages_know_no_grpc_and_no_proto(package: str) -> None:
         if name.split(".")[0] in {"grpc", "google", "asyncio", "kvdock"}
     ]
     assert not wrong
+
+
+def test_transfer_knows_nothing_of_the_rest_of_the_server() -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files(TRANSFER)
+        for name in imports(path)
+        if name.split(".")[0] in {"grpc", "google", "kvdock"}
+        or (is_in(name, "kvdock_server") and not is_in(name, "kvdock_server.transfer"))
+    ]
+    assert not wrong
+
+
+def test_the_rest_of_the_server_knows_only_the_face_of_transfer() -> None:
+    face = "kvdock_server.transfer"
+    modules = {path.stem for path in files(TRANSFER)} | set(KNOWN_TO_TRANSFER)
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files("server/kvdock_server")
+        if not path.is_relative_to(REPOSITORY / TRANSFER)
+        for name in imports(path)
+        if is_in(name, face) and set(name.removeprefix(face).split(".")) & modules
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", KNOWN_TO_TRANSFER)
+def test_folders_of_transfer_import_only_those_before_them(folder: str) -> None:
+    known = [f"kvdock_server.transfer.{other}" for other in KNOWN_TO_TRANSFER[folder]]
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files(f"{TRANSFER}/{folder}")
+        for name in imports(path)
+        if is_in(name, "kvdock_server") and not any(is_in(name, other) for other in known)
+    ]
+    assert not wrong
+
+
+def test_plans_of_transfer_are_pure() -> None:
+    """No I/O, no CUDA, no threads: they import nothing with which any of it could be done."""
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files(f"{TRANSFER}/plans")
+        for name in imports(path)
+        if name.split(".")[0] not in FOR_PURE_NUMBERS | {"kvdock_server"}
+    ]
+    calls = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno} calls {node.func.id}"
+        for path in files(f"{TRANSFER}/plans")
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in {"open", "print", "input", "__import__", "eval", "exec"}
+    ]
+    assert not wrong + calls
+
+
+def test_slots_of_the_pool_are_pure() -> None:
+    slots = REPOSITORY / "server/kvdock_server/pool/slots.py"
+    assert set(imports(slots)) <= {"__future__", "__future__.annotations"}
