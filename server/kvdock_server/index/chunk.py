@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from kvdock_server.index.index import Space
+from kvdock_server.index.namespace_index import NamespaceIndex
 
 NO_SLOT: Final = -1
 
@@ -19,7 +18,7 @@ class Chunk:
 
     __slots__ = ("_first_child", "_next", "_previous", "key", "parent", "parts", "space")
 
-    def __init__(self, space: Space, key: bytes, parent: Chunk | None) -> None:
+    def __init__(self, space: NamespaceIndex[Chunk], key: bytes, parent: Chunk | None) -> None:
         self.space = space
         self.key = key
         self.parent = parent

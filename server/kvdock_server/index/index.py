@@ -18,38 +18,13 @@ from heapq import merge
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.chunk import NO_SLOT, Chunk, Part
 from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvdock_server.index.hits import longest_hit
 from kvdock_server.index.namespace import GroupKind, Namespace
+from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.pool.slots import SlotAllocator
-
-
-class Space:
-    """A registered namespace and its chunks, in the order in which they were first reserved."""
-
-    def __init__(self, namespace: Namespace) -> None:
-        self.namespace = namespace
-        self.chunks: dict[bytes, Chunk] = {}
-        self.visible_parts = 0
-        self.sealed_bytes = 0
-
-    def shard_bytes(self, position: int, shard: int) -> int:
-        """Size of one shard; RequestError if there is none, or nobody has told its size yet."""
-        group = self.namespace.groups[position]
-        if shard >= len(group.shard_bytes):
-            raise invalid(
-                f"kv_worker_id {shard}: namespace {self.namespace.name!r} has "
-                f"{len(group.shard_bytes)} shards"
-            )
-        size = group.shard_bytes[shard]
-        if not size:
-            raise invalid(
-                f"namespace {self.namespace.name!r}: the size of shard {shard} of group "
-                f"{group.group_idx} is not known: register the namespace with its shard_bytes"
-            )
-        return size
 
 
 class ReserveStatus(Enum):
@@ -86,7 +61,7 @@ class Watcher(Protocol):
     def removed(self, part: Part) -> None:
         """The part left the index, visible or not."""
 
-    def cleared(self, space: Space) -> None:
+    def cleared(self, space: NamespaceIndex[Chunk]) -> None:
         """All parts of the namespace are about to leave the index."""
 
 
@@ -134,7 +109,7 @@ class Index:
         self._slots = slots
         self._make_policy = make_policy
         self._policies: dict[int, EvictionPolicy] = {}  # by slot size
-        self._spaces: dict[str, Space] = {}
+        self._spaces: dict[str, NamespaceIndex[Chunk]] = {}
         self._sealed: dict[int, Part] = {}  # by offset
         self._pending: dict[Part, float] = {}
         self._none_older_until: dict[int, int] = {}  # by slot size
@@ -143,7 +118,7 @@ class Index:
     # Namespaces
 
     @property
-    def spaces(self) -> Sequence[Space]:
+    def spaces(self) -> Sequence[NamespaceIndex[Chunk]]:
         """All namespaces, in the order of their registration."""
         return list(self._spaces.values())
 
@@ -158,12 +133,12 @@ class Index:
         space = self._spaces.get(namespace.name)
         if space is None:
             self._make_room_for_namespace()
-            self._spaces[namespace.name] = Space(namespace)
+            self._spaces[namespace.name] = NamespaceIndex(namespace)
             return True
         space.namespace = space.namespace.merged(namespace)
         return False
 
-    def space(self, name: str) -> Space:
+    def space(self, name: str) -> NamespaceIndex[Chunk]:
         """The namespace of that name; RequestError (UNKNOWN_NAMESPACE) if there is none."""
         try:
             return self._spaces[name]
@@ -175,7 +150,7 @@ class Index:
 
     # Looking up
 
-    def find(self, space: Space, keys: Sequence[bytes]) -> list[HitSpan]:
+    def find(self, space: NamespaceIndex[Chunk], keys: Sequence[bytes]) -> list[HitSpan]:
         """What a prompt with these chunks can have, a span a group; empty on a miss."""
         known = []
         get = space.chunks.get
@@ -206,7 +181,7 @@ class Index:
             for part in span.parts[-1:] if only_last else span.parts:
                 part.last_used = self._now
 
-    def part(self, space: Space, position: int, key: bytes) -> Part | None:
+    def part(self, space: NamespaceIndex[Chunk], position: int, key: bytes) -> Part | None:
         """A visible part, or None."""
         chunk = space.chunks.get(key)
         part = chunk.parts[position] if chunk else None
@@ -236,7 +211,7 @@ class Index:
 
     def reserve(
         self,
-        space: Space,
+        space: NamespaceIndex[Chunk],
         position: int,
         shard: int,
         parent_key: bytes,
@@ -366,7 +341,7 @@ class Index:
                 break
         return self.totals.evicted_parts - parts, sealed - self.sealed_bytes
 
-    def clear(self, space: Space) -> int:
+    def clear(self, space: NamespaceIndex[Chunk]) -> int:
         """Make all parts of a namespace invisible; how many were visible."""
         visible = space.visible_parts
         if self.watcher is not None:
@@ -395,7 +370,7 @@ class Index:
             self.watcher.cleared(self._spaces[empty])
         del self._spaces[empty]
 
-    def _add_chunk(self, space: Space, key: bytes, parent: Chunk | None) -> Chunk:
+    def _add_chunk(self, space: NamespaceIndex[Chunk], key: bytes, parent: Chunk | None) -> Chunk:
         chunk = Chunk(space, key, parent)
         space.chunks[key] = chunk
         return chunk
