@@ -102,7 +102,7 @@ class Index:
 
     def __init__(self, slots: SlotAllocator, make_policy: MakePolicy = LeastRecentlyUsed) -> None:
         self.totals = Totals()
-        self.watcher: Watcher | None = None
+        self.watchers: list[Watcher] = []
         self.sealed_bytes = 0
         self.reserved_bytes = 0
         self.pinned_parts = 0
@@ -294,8 +294,8 @@ class Index:
             part.last_used = self._now
             space.visible_parts += 1
             del self._pending[part]
-            if self.watcher is not None:
-                self.watcher.stored(part)
+            for watcher in self.watchers:
+                watcher.stored(part)
         self._offer(part.chunk)
         return True
 
@@ -344,8 +344,8 @@ class Index:
     def clear(self, space: NamespaceIndex[Chunk]) -> int:
         """Make all parts of a namespace invisible; how many were visible."""
         visible = space.visible_parts
-        if self.watcher is not None:
-            self.watcher.cleared(space)
+        for watcher in self.watchers:
+            watcher.cleared(space)
         for chunk in space.chunks.values():
             for part in chunk.parts:
                 if part is not None:
@@ -366,8 +366,8 @@ class Index:
                 Reason.TOO_MANY_NAMESPACES,
                 f"{_MAX_NAMESPACES} namespaces hold something: clear one first",
             )
-        if self.watcher is not None:
-            self.watcher.cleared(self._spaces[empty])
+        for watcher in self.watchers:
+            watcher.cleared(self._spaces[empty])
         del self._spaces[empty]
 
     def _add_chunk(self, space: NamespaceIndex[Chunk], key: bytes, parent: Chunk | None) -> Chunk:
@@ -544,8 +544,8 @@ class Index:
             part.visible = False
             part.chunk.space.visible_parts -= 1
         self._pending.pop(part, None)
-        if self.watcher is not None:
-            self.watcher.removed(part)
+        for watcher in self.watchers:
+            watcher.removed(part)
         if not part.pins:
             self._free_sealed(part)
 
