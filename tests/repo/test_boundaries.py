@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,3 +70,16 @@ def test_pure_packages_know_no_grpc_and_no_proto(package: str) -> None:
         if name.split(".")[0] in {"grpc", "google", "asyncio", "kvdock"}
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    root = (REPOSITORY / package).parent
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts): path for path in files(package)
+    }
+    graph = {
+        module: {name for name in imports(path) if name in modules and name != module}
+        for module, path in modules.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
