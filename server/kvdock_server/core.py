@@ -86,7 +86,8 @@ class Core:
         self.index = Index(slots)
         self.events: Publisher | None = None
         if event_log is not None:
-            self.index.watcher = self.events = Publisher(self.epoch, Log(event_log))
+            self.events = Publisher(self.epoch, Log(event_log))
+            self.index.watchers.append(self.events)
         self.leases = LeaseTable(self.index)
         self.sessions = SessionTable()
         self.counters = Counters()

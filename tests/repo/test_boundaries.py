@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,3 +146,16 @@ def test_plans_of_transfer_are_pure() -> None:
 def test_slots_of_the_pool_are_pure() -> None:
     slots = REPOSITORY / "server/kvdock_server/pool/slots.py"
     assert set(imports(slots)) <= {"__future__", "__future__.annotations"}
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    root = (REPOSITORY / package).parent
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts): path for path in files(package)
+    }
+    graph = {
+        module: {name for name in imports(path) if name in modules and name != module}
+        for module, path in modules.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()

@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 
 from kvdock_server.core import Core
 from kvdock_server.errors import Reason, RequestError
-from kvdock_server.index.chunk import Chunk
+from kvdock_server.index.chunk import Chunk, Part
 from kvdock_server.index.eviction import LeastRecentlyUsed
-from kvdock_server.index.index import Index, ReserveStatus, Slot
+from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
 from kvdock_server.sessions import Role, Session
@@ -255,7 +255,7 @@ def test_parts_that_were_used_are_in_their_order_too() -> None:
     for number in reversed(range(1, 40)):
         (span,) = core.index.find(core.index.space("n"), prompt(number))
         core.index.touch([span])
-    (policy,) = core.index._policies.values()
+    (policy,) = core.index._reclaimer._policies.values()
     order = [part.chunk.key for part in policy.in_order(1000)]
     assert order == [key(number) for number in (0, *reversed(range(1, 40)))]
     assert len(list(policy.in_order(7))) <= 7
@@ -268,7 +268,7 @@ def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:
             path = (talk, *range(turn))
             parent = prompt(*path)[-2] if turn else b""
             assert store(core, [key(*path)], parent) == [ReserveStatus.RESERVED]
-    (policy,) = core.index._policies.values()
+    (policy,) = core.index._reclaimer._policies.values()
     assert isinstance(policy, LeastRecentlyUsed)
     assert len(policy._heap) < 3 * 64
     assert core.index.evict(None) == (64 * 40, 64 * 40 * PAGE_BYTES)
@@ -539,13 +539,14 @@ def test_a_search_for_room_goes_on_where_it_was_for_the_chunk_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = count()
-    evictable = Index._evictable
+    evictable = Part.is_evictable.fget
+    assert evictable is not None
 
-    def counted(index: Index, part: object) -> bool:
+    def counted(part: Part) -> bool:
         next(looked)
-        return evictable(index, part)  # type: ignore[arg-type]
+        return bool(evictable(part))
 
-    monkeypatch.setattr(Index, "_evictable", counted)
+    monkeypatch.setattr(Part, "is_evictable", property(counted))
     core = make_core(2048)
     for number in range(2048):
         store(core, [key(3, number >> 8, number & 255)])

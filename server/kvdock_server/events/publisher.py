@@ -19,8 +19,9 @@ from kvdock_server.events.event import Event, RemovedPart, StoredPart
 from kvdock_server.events.log import Log
 from kvdock_server.events.subscribers import Subscribers
 from kvdock_server.index.chunk import Chunk, Part
-from kvdock_server.index.index import ReserveStatus, Slot, Space
+from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind
+from kvdock_server.index.namespace_index import NamespaceIndex
 
 
 class _Told:
@@ -43,7 +44,7 @@ class Publisher:
         self.epoch = epoch
         self.log = log
         self.subscribers = Subscribers(log)
-        self._told: dict[Space, _Told] = {}
+        self._told: dict[NamespaceIndex[Chunk], _Told] = {}
 
     def describe(self, outcomes: Sequence[ReserveStatus | Slot], data: Sequence[bytes]) -> None:
         """Note what a store tells about the chunks that it reserved, one encoded message each."""
@@ -100,7 +101,7 @@ class Publisher:
             if not siblings:
                 del told.waiting[before]
 
-    def cleared(self, space: Space) -> None:
+    def cleared(self, space: NamespaceIndex[Chunk]) -> None:
         """All parts of a namespace are about to leave the index."""
         told = self._told.pop(space, None)
         if told is not None and told.announced:
@@ -124,7 +125,7 @@ class Publisher:
         self.log.append(new)
         self.subscribers.wake()
 
-    def _of(self, space: Space) -> _Told:
+    def _of(self, space: NamespaceIndex[Chunk]) -> _Told:
         told = self._told.get(space)
         if told is None:
             told = self._told[space] = _Told()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator
+from typing import Final
 
-if TYPE_CHECKING:
-    from kvdock_server.index.index import Space
+from kvdock_server.index.namespace import GroupKind
+from kvdock_server.index.namespace_index import NamespaceIndex
 
 NO_SLOT: Final = -1
 
@@ -19,7 +19,7 @@ class Chunk:
 
     __slots__ = ("_first_child", "_next", "_previous", "key", "parent", "parts", "space")
 
-    def __init__(self, space: Space, key: bytes, parent: Chunk | None) -> None:
+    def __init__(self, space: NamespaceIndex[Chunk], key: bytes, parent: Chunk | None) -> None:
         self.space = space
         self.key = key
         self.parent = parent
@@ -32,6 +32,16 @@ class Chunk:
             if self._next is not None:
                 self._next._previous = self
             parent._first_child = self
+
+    @property
+    def in_use(self) -> bool:
+        """True if somebody reads or writes a part of it."""
+        return any(part is not None and (part.pins or part.writing) for part in self.parts)
+
+    @property
+    def last_used(self) -> int:
+        """The last use of any of its parts; 0 if it has none."""
+        return max((part.last_used for part in self.parts if part is not None), default=0)
 
     @property
     def has_children(self) -> bool:
@@ -88,6 +98,21 @@ class Part:
         self.detached = False
         self.queued = False
 
+    @property
+    def is_full_attention(self) -> bool:
+        """True if its group needs all chunks of a prompt."""
+        groups = self.chunk.space.namespace.groups
+        return groups[self.position].kind is GroupKind.FULL_ATTENTION
+
+    @property
+    def is_evictable(self) -> bool:
+        """True if it may be evicted: nobody uses it, and it is no prefix of what is known."""
+        if not self.visible or self.pins:
+            return False
+        if not self.is_full_attention:
+            return True
+        return not self.chunk.has_children and not self.chunk.in_use
+
     def lacks(self, shard: int) -> bool:
         """True if the shard is neither sealed nor being written."""
         return self.slots[shard] == NO_SLOT and not self.writing >> shard & 1
@@ -101,3 +126,20 @@ class Part:
     def is_empty(self) -> bool:
         """True if no shard is sealed or being written."""
         return not self.writing and self.sealed_shards == 0
+
+
+def with_descendants(roots: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The chunks and all that extend them, each once; with one root, parents before children.
+
+    It goes no further than it is asked to: a chunk may have all others of its namespace below it.
+    """
+    found: set[Chunk] = set()
+    waiting = [iter(roots)]
+    while waiting:
+        chunk = next(waiting[-1], None)
+        if chunk is None:
+            waiting.pop()
+        elif chunk not in found:
+            found.add(chunk)
+            yield chunk
+            waiting.append(chunk.children())

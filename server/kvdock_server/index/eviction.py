@@ -40,6 +40,9 @@ class EvictionPolicy(ABC):
         """Forget the parts that are detached."""
 
 
+MakePolicy = Callable[[Callable[[Part], bool]], EvictionPolicy]
+"""Makes the policy for one size of slots, given what tells whether a part may be evicted."""
+
 _STALE_FOR_ONE = 2
 
 

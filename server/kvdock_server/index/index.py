@@ -11,45 +11,20 @@ whose window parts went, can be stored again under what extends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from heapq import merge
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.chunk import NO_SLOT, Chunk, Part
-from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
 from kvdock_server.index.hits import longest_hit
 from kvdock_server.index.namespace import GroupKind, Namespace
+from kvdock_server.index.namespace_index import NamespaceIndex
+from kvdock_server.index.reclaim import Reclaimer
 from kvdock_server.pool.slots import SlotAllocator
-
-
-class Space:
-    """A registered namespace and its chunks, in the order in which they were first reserved."""
-
-    def __init__(self, namespace: Namespace) -> None:
-        self.namespace = namespace
-        self.chunks: dict[bytes, Chunk] = {}
-        self.visible_parts = 0
-        self.sealed_bytes = 0
-
-    def shard_bytes(self, position: int, shard: int) -> int:
-        """Size of one shard; RequestError if there is none, or nobody has told its size yet."""
-        group = self.namespace.groups[position]
-        if shard >= len(group.shard_bytes):
-            raise invalid(
-                f"kv_worker_id {shard}: namespace {self.namespace.name!r} has "
-                f"{len(group.shard_bytes)} shards"
-            )
-        size = group.shard_bytes[shard]
-        if not size:
-            raise invalid(
-                f"namespace {self.namespace.name!r}: the size of shard {shard} of group "
-                f"{group.group_idx} is not known: register the namespace with its shard_bytes"
-            )
-        return size
 
 
 class ReserveStatus(Enum):
@@ -86,7 +61,7 @@ class Watcher(Protocol):
     def removed(self, part: Part) -> None:
         """The part left the index, visible or not."""
 
-    def cleared(self, space: Space) -> None:
+    def cleared(self, space: NamespaceIndex[Chunk]) -> None:
         """All parts of the namespace are about to leave the index."""
 
 
@@ -98,22 +73,6 @@ class Totals:
     abandoned_parts: int = 0
     no_space: int = 0
 
-
-MakePolicy = Callable[[Callable[[Part], bool]], EvictionPolicy]
-
-# Where no chunk of the wanted size may go, or chunks of other sizes are older, whole runs of slots
-# are emptied, and what extends the chunks there goes with them: everything, if the beginning of all
-# prompts lies there. So a run that costs few chunks for each of its slots is taken at once, else
-# the cheapest of a few.
-_OTHERS_FOR_A_SLOT = 4
-_RUNS_TO_CHOOSE_FROM = 8
-_OTHERS_AT_ONCE = 20_000
-
-# One reserve looks at about so many chunks and slots for such runs, which takes some 40 ms; and at
-# so many, and only once in a while, where it could have a chunk of its own size go.
-_LOOKS = 60_000
-_LOOKS_FOR_OLDER = 10_000
-_RESERVES_BETWEEN = 64
 
 _MAX_NAMESPACES = 4_096
 
@@ -127,23 +86,20 @@ class Index:
 
     def __init__(self, slots: SlotAllocator, make_policy: MakePolicy = LeastRecentlyUsed) -> None:
         self.totals = Totals()
-        self.watcher: Watcher | None = None
+        self.watchers: list[Watcher] = []
         self.sealed_bytes = 0
         self.reserved_bytes = 0
         self.pinned_parts = 0
         self._slots = slots
-        self._make_policy = make_policy
-        self._policies: dict[int, EvictionPolicy] = {}  # by slot size
-        self._spaces: dict[str, Space] = {}
-        self._sealed: dict[int, Part] = {}  # by offset
+        self._reclaimer = Reclaimer(slots, self._evict, make_policy)
+        self._spaces: dict[str, NamespaceIndex[Chunk]] = {}
         self._pending: dict[Part, float] = {}
-        self._none_older_until: dict[int, int] = {}  # by slot size
         self._now = 0
 
     # Namespaces
 
     @property
-    def spaces(self) -> Sequence[Space]:
+    def spaces(self) -> Sequence[NamespaceIndex[Chunk]]:
         """All namespaces, in the order of their registration."""
         return list(self._spaces.values())
 
@@ -158,12 +114,12 @@ class Index:
         space = self._spaces.get(namespace.name)
         if space is None:
             self._make_room_for_namespace()
-            self._spaces[namespace.name] = Space(namespace)
+            self._spaces[namespace.name] = NamespaceIndex(namespace)
             return True
         space.namespace = space.namespace.merged(namespace)
         return False
 
-    def space(self, name: str) -> Space:
+    def space(self, name: str) -> NamespaceIndex[Chunk]:
         """The namespace of that name; RequestError (UNKNOWN_NAMESPACE) if there is none."""
         try:
             return self._spaces[name]
@@ -175,7 +131,7 @@ class Index:
 
     # Looking up
 
-    def find(self, space: Space, keys: Sequence[bytes]) -> list[HitSpan]:
+    def find(self, space: NamespaceIndex[Chunk], keys: Sequence[bytes]) -> list[HitSpan]:
         """What a prompt with these chunks can have, a span a group; empty on a miss."""
         known = []
         get = space.chunks.get
@@ -202,11 +158,11 @@ class Index:
         """
         self._now += 1
         for span in spans:
-            only_last = span.parts and _is_full_attention(span.parts[-1])
+            only_last = span.parts and span.parts[-1].is_full_attention
             for part in span.parts[-1:] if only_last else span.parts:
                 part.last_used = self._now
 
-    def part(self, space: Space, position: int, key: bytes) -> Part | None:
+    def part(self, space: NamespaceIndex[Chunk], position: int, key: bytes) -> Part | None:
         """A visible part, or None."""
         chunk = space.chunks.get(key)
         part = chunk.parts[position] if chunk else None
@@ -230,13 +186,13 @@ class Index:
         if part.detached:
             self._free_sealed(part)
         else:
-            self._offer(part.chunk)
+            self._reclaimer.offer(part.chunk)
 
     # Storing
 
     def reserve(
         self,
-        space: Space,
+        space: NamespaceIndex[Chunk],
         position: int,
         shard: int,
         parent_key: bytes,
@@ -265,7 +221,7 @@ class Index:
         self._now += 1
         outcomes: list[ReserveStatus | Slot] = []
         offsets: list[int] = []
-        others = self._runs_for(size)
+        runs = self._reclaimer.runs_for(size, self._now)
         for key in keys:
             chunk = space.chunks.get(key)
             if chunk is None:
@@ -280,7 +236,7 @@ class Index:
                     chunk.parts[position] = part
                 # From now on nothing of the chunk is evicted, for this part's sake least of all.
                 part.writing |= 1 << shard
-                offset = self._allocate(size, others)
+                offset = self._reclaimer.make_room(size, runs)
                 if offset is None:
                     self._stop_waiting(part, shard)
                     rest = len(keys) - len(outcomes)
@@ -310,7 +266,7 @@ class Index:
         nbytes = space.shard_bytes(part.position, slot.shard)
         part.writing &= ~(1 << slot.shard)
         part.slots[slot.shard] = slot.offset
-        self._sealed[slot.offset] = part
+        self._reclaimer.sealed[slot.offset] = part
         self.reserved_bytes -= self._slots.slot_bytes(nbytes)
         self.sealed_bytes += self._slots.slot_bytes(nbytes)
         space.sealed_bytes += nbytes
@@ -319,9 +275,9 @@ class Index:
             part.last_used = self._now
             space.visible_parts += 1
             del self._pending[part]
-            if self.watcher is not None:
-                self.watcher.stored(part)
-        self._offer(part.chunk)
+            for watcher in self.watchers:
+                watcher.stored(part)
+        self._reclaimer.offer(part.chunk)
         return True
 
     def give_back(self, slot: Slot) -> None:
@@ -362,23 +318,22 @@ class Index:
         for _ in count() if turns is None else range(turns):
             if wanted_bytes is not None and sealed - self.sealed_bytes >= wanted_bytes:
                 break
-            if not self._evict_next():
+            if not self._reclaimer.evict_next():
                 break
         return self.totals.evicted_parts - parts, sealed - self.sealed_bytes
 
-    def clear(self, space: Space) -> int:
+    def clear(self, space: NamespaceIndex[Chunk]) -> int:
         """Make all parts of a namespace invisible; how many were visible."""
         visible = space.visible_parts
-        if self.watcher is not None:
-            self.watcher.cleared(space)
+        for watcher in self.watchers:
+            watcher.cleared(space)
         for chunk in space.chunks.values():
             for part in chunk.parts:
                 if part is not None:
                     self._remove(part)
             chunk.unlink()  # else parents and children are cycles, which are hardly ever collected
         space.chunks.clear()
-        for policy in self._policies.values():
-            policy.purge()
+        self._reclaimer.purge()
         return visible
 
     def _make_room_for_namespace(self) -> None:
@@ -391,11 +346,11 @@ class Index:
                 Reason.TOO_MANY_NAMESPACES,
                 f"{_MAX_NAMESPACES} namespaces hold something: clear one first",
             )
-        if self.watcher is not None:
-            self.watcher.cleared(self._spaces[empty])
+        for watcher in self.watchers:
+            watcher.cleared(self._spaces[empty])
         del self._spaces[empty]
 
-    def _add_chunk(self, space: Space, key: bytes, parent: Chunk | None) -> Chunk:
+    def _add_chunk(self, space: NamespaceIndex[Chunk], key: bytes, parent: Chunk | None) -> Chunk:
         chunk = Chunk(space, key, parent)
         space.chunks[key] = chunk
         return chunk
@@ -405,126 +360,7 @@ class Index:
         if part.is_empty:
             self._remove(part)
             self._retire(part.chunk)
-        self._offer(part.chunk)
-
-    # Making room
-
-    def _allocate(self, size: int, others: Iterator[list[Chunk]]) -> int | None:
-        """Memory for a shard, made by evicting where need be; None if that cannot be.
-
-        ``others`` are the emptiable runs, which are used up from one shard to the next.
-        """
-        offset = self._slots.allocate(size)
-        if offset is not None:
-            return offset
-        own = self._own_victim(size)
-        if own is None or self._first_victim() is not own:
-            offset = self._allocate_from_others(size, others)
-            if own is None or offset is not None:
-                return offset
-            # What is older goes all the same, one for one. In the end runs can be emptied.
-            if (victim := self._first_victim()) is not None:
-                self._evict(victim.chunk, victim)
-                offset = self._slots.allocate(size)
-                if offset is not None:
-                    return offset
-        self._evict(own.chunk, own)
-        return self._slots.allocate(size)
-
-    def _allocate_from_others(self, size: int, runs: Iterator[list[Chunk]]) -> int | None:
-        """Memory taken from chunks of other sizes: whole runs of slots, oldest victims first."""
-        for roots in runs:
-            if not roots:
-                return None
-            for root in roots:
-                for chunk in reversed(list(_with_descendants([root]))):
-                    self._evict(chunk, *chunk.parts)
-            offset = self._slots.allocate(size)
-            if offset is not None:
-                return offset
-        return None
-
-    def _runs_for(self, size: int) -> Iterator[list[Chunk]]:
-        """The emptiable runs for slots of a size. Only older ones as long as one of that size could
-        go; then there is none ([]) until none of that size is left.
-        """
-        slot_bytes = self._slots.slot_bytes(size)
-        own = self._own_victim(size)
-        if own is not None and self._now >= self._none_older_until.get(slot_bytes, 0):
-            yield from self._emptiable_runs(_LOOKS_FOR_OLDER, own.last_used)
-            self._none_older_until[slot_bytes] = self._now + _RESERVES_BETWEEN
-        while self._own_victim(size) is not None:
-            yield []
-        yield from self._emptiable_runs(_LOOKS)
-
-    def _emptiable_runs(self, looks: int, before: int | None = None) -> Iterator[list[Chunk]]:
-        """The chunks in runs of slots of which all, and what extends them, may go at that time.
-
-        With ``before`` all of that was used before then, too.
-        """
-        taken, found = False, True
-        while found and looks > 0:  # what was taken may have made others cheaper
-            found, tried = False, 0
-            cheapest: list[Chunk] = []
-            large: list[Chunk] = []
-            least = _OTHERS_AT_ONCE
-            for roots, looked in self._runs_by_age(looks, before):
-                cost = _cost(roots, least, before)
-                looks -= looked + cost
-                tried += bool(roots)
-                if cost > least:
-                    large = large or roots
-                elif cost:
-                    cheapest, least = roots, cost
-                is_cheap = least <= _OTHERS_FOR_A_SLOT * len(cheapest)
-                if cheapest and (is_cheap or tried >= _RUNS_TO_CHOOSE_FROM):
-                    found = taken = True
-                    yield cheapest
-                    tried, cheapest, least = 0, [], _OTHERS_AT_ONCE
-                if looks <= 0:
-                    break
-            if before is None and not taken and not cheapest and _cost(large):
-                cheapest = large  # much for little, but else a size could never get any room
-            if cheapest:
-                found = taken = True
-                yield cheapest
-
-    def _runs_by_age(self, looks: int, before: int | None) -> Iterator[tuple[list[Chunk], int]]:
-        """The chunks in each run of slots that is full, the one with the oldest victim first, or []
-        for a victim that leads to none; and what was looked at for that.
-        """
-        tried: set[int] = set()
-        orders = [policy.in_order(looks) for policy in self._policies.values()]
-        for victim in merge(*orders, key=lambda part: part.last_used):
-            if before is not None and victim.last_used >= before:
-                return
-            offset = next((offset for offset in victim.slots if offset != NO_SLOT), None)
-            if offset is None or offset in tried or not self._evictable(victim):
-                yield [], 1
-                continue
-            run = self._slots.same_run(offset)
-            tried.update(run)
-            parts = [part for used in run if (part := self._sealed.get(used)) is not None]
-            # Where one lacks somebody is writing. A pinned one may have been cleared since.
-            can_go = len(parts) == len(run) and not any(part.pins for part in parts)
-            yield [part.chunk for part in parts] if can_go else [], 1 + len(run)
-
-    def _own_victim(self, size: int) -> Part | None:
-        """The part to evict first of those whose slots have that size."""
-        policy = self._policies.get(self._slots.slot_bytes(size))
-        return policy.first() if policy is not None else None
-
-    def _first_victim(self) -> Part | None:
-        """The part to evict first, whatever its size."""
-        victims = [victim for policy in self._policies.values() if (victim := policy.first())]
-        return min(victims, key=lambda part: part.last_used, default=None)
-
-    def _evict_next(self) -> bool:
-        victim = self._first_victim()
-        if victim is None:
-            return False
-        self._evict(victim.chunk, victim)
-        return True
+        self._reclaimer.offer(part.chunk)
 
     def _evict(self, chunk: Chunk, *parts: Part | None) -> None:
         """Evict some parts of a chunk, or all if one is of a full-attention group.
@@ -532,7 +368,7 @@ class Index:
         Without that one no hit reaches the chunk, so nothing else of it is of use.
         """
         leaving = [part for part in parts if part is not None]
-        if any(map(_is_full_attention, leaving)):
+        if any(part.is_full_attention for part in leaving):
             leaving = [part for part in chunk.parts if part is not None]
         for part in leaving:
             self.totals.evicted_parts += part.visible
@@ -544,23 +380,6 @@ class Index:
                     above.last_used = max(above.last_used, last_used)
         self._retire(chunk)
 
-    def _evictable(self, part: Part) -> bool:
-        if not part.visible or part.pins:
-            return False
-        if not _is_full_attention(part):
-            return True
-        return not part.chunk.has_children and not _in_use(part.chunk)
-
-    def _offer(self, chunk: Chunk) -> None:
-        """Tell the policy which parts of a chunk may go."""
-        for part in chunk.parts:
-            if part is not None and self._evictable(part):
-                size = self._slots.slot_bytes(chunk.space.shard_bytes(part.position, 0))
-                policy = self._policies.get(size)
-                if policy is None:
-                    policy = self._policies[size] = self._make_policy(self._evictable)
-                policy.add(part)
-
     def _remove(self, part: Part) -> None:
         """Take a part out of the index; memory in use stays until its last user is done."""
         part.chunk.parts[part.position] = None
@@ -569,8 +388,8 @@ class Index:
             part.visible = False
             part.chunk.space.visible_parts -= 1
         self._pending.pop(part, None)
-        if self.watcher is not None:
-            self.watcher.removed(part)
+        for watcher in self.watchers:
+            watcher.removed(part)
         if not part.pins:
             self._free_sealed(part)
 
@@ -583,7 +402,7 @@ class Index:
             chunk.unlink()
             chunk = chunk.parent
             if chunk is not None and not chunk.has_children:
-                self._offer(chunk)
+                self._reclaimer.offer(chunk)
 
     def _free_sealed(self, part: Part) -> None:
         space = part.chunk.space
@@ -591,51 +410,7 @@ class Index:
             if offset != NO_SLOT:
                 nbytes = space.shard_bytes(part.position, shard)
                 self._slots.free(offset)
-                del self._sealed[offset]
+                del self._reclaimer.sealed[offset]
                 self.sealed_bytes -= self._slots.slot_bytes(nbytes)
                 space.sealed_bytes -= nbytes
                 part.slots[shard] = NO_SLOT
-
-
-def _in_use(chunk: Chunk) -> bool:
-    """True if somebody reads or writes a part of it."""
-    return any(part is not None and (part.pins or part.writing) for part in chunk.parts)
-
-
-def _last_used(chunk: Chunk) -> int:
-    return max((part.last_used for part in chunk.parts if part is not None), default=0)
-
-
-def _is_full_attention(part: Part) -> bool:
-    return part.chunk.space.namespace.groups[part.position].kind is GroupKind.FULL_ATTENTION
-
-
-def _cost(roots: Iterable[Chunk], most: int | None = None, before: int | None = None) -> int:
-    """How many chunks go with these, 0 if one is in use, or was used since ``before``; counts no
-    further than beyond ``most``.
-    """
-    cost = 0
-    for chunk in _with_descendants(roots):
-        if _in_use(chunk) or (before is not None and _last_used(chunk) >= before):
-            return 0
-        cost += 1
-        if most is not None and cost > most:
-            break
-    return cost
-
-
-def _with_descendants(roots: Iterable[Chunk]) -> Iterator[Chunk]:
-    """The chunks and all that extend them, each once; with one root, parents before children.
-
-    It goes no further than it is asked to: a chunk may have all others of its namespace below it.
-    """
-    found: set[Chunk] = set()
-    waiting = [iter(roots)]
-    while waiting:
-        chunk = next(waiting[-1], None)
-        if chunk is None:
-            waiting.pop()
-        elif chunk not in found:
-            found.add(chunk)
-            yield chunk
-            waiting.append(chunk.children())

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvdock_server.errors import Reason, RequestError
-from kvdock_server.index.index import HitSpan, Index, Space
+from kvdock_server.index.chunk import Chunk
+from kvdock_server.index.index import HitSpan, Index
+from kvdock_server.index.namespace_index import NamespaceIndex
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Lease:
     """
 
     lease_id: int
-    space: Space
+    space: NamespaceIndex[Chunk]
     owner: int | None
     engine_id: str | None
     expires_at: float | None
@@ -69,7 +71,7 @@ class LeaseTable:
 
     def grant(
         self,
-        space: Space,
+        space: NamespaceIndex[Chunk],
         spans: Sequence[HitSpan],
         readers: int,
         *,

@@ -11,8 +11,8 @@ from kvdock.v1 import admin_pb2_grpc, session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
 from kvdock_server.core import Core
-from kvdock_server.index.chunk import Part
-from kvdock_server.index.index import Space
+from kvdock_server.index.chunk import Chunk, Part
+from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.status import Context, streaming, unary
 from kvdock_server.rpc.verbs import namespace_to_proto
@@ -153,7 +153,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return response
 
 
-def _part_status(space: Space, part: Part) -> pb.PartStatus:
+def _part_status(space: NamespaceIndex[Chunk], part: Part) -> pb.PartStatus:
     chunk = part.chunk
     nbytes = sum(
         space.shard_bytes(part.position, shard)

@@ -1,0 +1,39 @@
+"""What the index keeps of one namespace.
+
+Chunks refer to it, so it is generic in them and their module need not be known here.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from kvdock_server.errors import invalid
+from kvdock_server.index.namespace import Namespace
+
+ChunkT = TypeVar("ChunkT")
+
+
+class NamespaceIndex(Generic[ChunkT]):
+    """A registered namespace and its chunks, in the order in which they were first reserved."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.chunks: dict[bytes, ChunkT] = {}
+        self.visible_parts = 0
+        self.sealed_bytes = 0
+
+    def shard_bytes(self, position: int, shard: int) -> int:
+        """Size of one shard; RequestError if there is none, or nobody has told its size yet."""
+        group = self.namespace.groups[position]
+        if shard >= len(group.shard_bytes):
+            raise invalid(
+                f"kv_worker_id {shard}: namespace {self.namespace.name!r} has "
+                f"{len(group.shard_bytes)} shards"
+            )
+        size = group.shard_bytes[shard]
+        if not size:
+            raise invalid(
+                f"namespace {self.namespace.name!r}: the size of shard {shard} of group "
+                f"{group.group_idx} is not known: register the namespace with its shard_bytes"
+            )
+        return size
