@@ -17,6 +17,7 @@ import grpc
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
+from kvdock.printable import printable
 from kvdock.v1 import types_pb2
 
 ERROR_DOMAIN = "kvdock"
@@ -30,8 +31,9 @@ _AIO_WRITE_FAILED = "Internal error from Core"
 class KVDockError(Exception):
     """Base of every error of this library.
 
-    ``message`` says what happened and what to do; ``code`` is the gRPC status code; ``reason`` is
-    a name from the protocol's ``Error.reason``, or empty if the error has none.
+    ``message`` says what happened and what to do, in one printable line, whatever the server wrote;
+    ``code`` is the gRPC status code; ``reason`` is a name from the protocol's ``Error.reason``, or
+    empty if the error has none.
     """
 
     default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -39,8 +41,8 @@ class KVDockError(Exception):
     def __init__(
         self, message: str, *, code: grpc.StatusCode | None = None, reason: str = ""
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = printable(message)
+        super().__init__(self.message)
         self.code = code or self.default_code
         self.reason = reason
 
