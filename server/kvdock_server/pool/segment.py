@@ -140,14 +140,19 @@ class Segment:
 
 
 def reclaim_stale_segments() -> list[str]:
-    """Remove this user's segments whose server is gone; their names."""
+    """Remove this user's segments whose server is gone; their names.
+
+    Anybody may make files here that are called like them.
+    """
     removed = []
     for path in SHM.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue  # gone meanwhile, or not ours after all
         try:
+            if os.fstat(fd).st_uid != os.getuid():
+                continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue  # a live server's
