@@ -53,6 +53,10 @@ class Unavailable(KVDockError):
     default_code = grpc.StatusCode.UNAVAILABLE
 
 
+class Forked(Unavailable):
+    """This process was forked from one that uses gRPC, and may not use what belongs to that."""
+
+
 class Draining(Unavailable):
     """The server is stopping and takes nothing new."""
 
