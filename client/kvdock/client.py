@@ -38,6 +38,7 @@ from kvdock.events.messages import (
 )
 from kvdock.fork import refuse_broken_fork, refuse_fork_of
 from kvdock.session import Session
+from kvdock.trust import Gatekeeper
 from kvdock.types import (
     ChunkEventData,
     ChunkStatus,
@@ -80,6 +81,7 @@ class Client:
     ``address`` is the server's; None finds the one of this host (:mod:`kvdock.address`). Each call
     takes at most ``timeout`` seconds and raises a subclass of KVDockError; in put, get and listings
     it is each pause that takes at most so long, or up to twice that until it is noticed. Raises
+    UntrustedServer if another user may be listening at a Unix socket (:mod:`kvdock.trust`), and
     Forked in a process where gRPC cannot work (:mod:`kvdock.fork`).
     ``channel_options`` are options of gRPC, added to those that every client has.
     """
@@ -93,6 +95,7 @@ class Client:
     ) -> None:
         self.address: Address = parse(default_address() if address is None else address)
         self.timeout = timeout
+        self._gatekeeper = Gatekeeper(self.address)
         self._pid = os.getpid()
         refuse_broken_fork()
         self._channel = grpc.insecure_channel(
@@ -431,8 +434,9 @@ class Client:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """For the start of a call: translates what gRPC raises."""
+        """For the start of a call: sees who would get it, and translates what gRPC raises."""
         refuse_fork_of(self._pid)
+        self._gatekeeper.check()
         try:
             yield
         except grpc.RpcError as error:

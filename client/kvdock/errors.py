@@ -57,6 +57,12 @@ class Forked(Unavailable):
     """This process was forked from one that uses gRPC, and may not use what belongs to that."""
 
 
+class UntrustedServer(KVDockError):
+    """Another user may be listening where the server should be: nothing was sent there."""
+
+    default_code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class Draining(Unavailable):
     """The server is stopping and takes nothing new."""
 
@@ -172,7 +178,7 @@ class NoEventLog(KVDockError):
 
 
 class PoolUnmappable(KVDockError):
-    """This process cannot map the server's pool: another host, or another /dev/shm."""
+    """This process cannot map the server's pool: another host, another /dev/shm, or not its own."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -231,17 +237,21 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
         code, message = grpc.StatusCode.UNAVAILABLE, "the connection ended"
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
         # gRPC tells the address twice before it says what is wrong.
-        cause = message.rpartition("error: ")[2]
-        message = (
-            f"no KVDock server answers at {server}: {cause}. Start one with `kvdock serve`, or say "
-            f"where it is with KVDOCK_ADDRESS"
-        )
+        message = unanswered(server, message.rpartition("error: ")[2]).message
     elif code is grpc.StatusCode.CANCELLED:
         # Nobody but this side cancels, and what cancels a call for its caller says so itself.
         message = f"the call to {server} ended when its client was closed; make another client"
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
         message = f"the server at {server} did not answer in time: {message}"
     return _make(code, reason, message)
+
+
+def unanswered(server: str, cause: str) -> Unavailable:
+    """The error for a server that cannot be reached at the address ``server``."""
+    return Unavailable(
+        f"no KVDock server answers at {server}: {cause}. Start one with `kvdock serve`, or say "
+        f"where it is with KVDOCK_ADDRESS"
+    )
 
 
 def _make(code: grpc.StatusCode, reason: str, message: str) -> KVDockError:

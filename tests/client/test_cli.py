@@ -373,6 +373,26 @@ def test_doctor_and_sockets(server: Any, doctor: Any, tmp_path: Path) -> None:
     assert findings["server"]["verdict"] == "broken"
 
 
+def test_doctor_and_what_all_may_write_to(server: Any, doctor: Any) -> None:
+    server.socket.chmod(0o777)
+    status, findings = doctor()
+    assert status == 1
+    assert findings["socket"]["verdict"] == "broken"
+    assert f"{server.socket} has mode 0777" in findings["socket"]["text"]
+    assert findings["socket"]["advice"] == f"chmod 600 {server.socket}"
+    server.socket.chmod(0o600)
+
+    server.socket.parent.chmod(0o777)
+    status, findings = doctor()
+    assert status == 1
+    assert f"{server.socket.parent} has mode 0777" in findings["socket"]["text"]
+    assert findings["server"]["verdict"] == "broken"
+    server.socket.parent.chmod(0o700)
+
+    _, findings = doctor(KVDOCK_SERVER_USER="nobody-of-this-name")
+    assert "KVDOCK_SERVER_USER=nobody-of-this-name" in findings["socket"]["text"]
+
+
 def test_doctor_and_a_server_that_hangs(server: Any) -> None:
     os.kill(server.process.pid, signal.SIGSTOP)
     try:

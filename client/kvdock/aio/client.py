@@ -43,6 +43,7 @@ from kvdock.events.messages import (
     stream_request,
 )
 from kvdock.fork import refuse_broken_fork, refuse_fork_of
+from kvdock.trust import Gatekeeper
 from kvdock.types import (
     ChunkEventData,
     ChunkStatus,
@@ -80,6 +81,7 @@ class Client:
     ) -> None:
         self.address: Address = parse(default_address() if address is None else address)
         self.timeout = timeout
+        self._gatekeeper = Gatekeeper(self.address)
         self._pid = os.getpid()
         refuse_broken_fork()
         self._channel = grpc.aio.insecure_channel(
@@ -380,8 +382,9 @@ class Client:
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[None]:
-        """For the start of a call: translates what gRPC raises."""
+        """For the start of a call: sees who would get it, and translates what gRPC raises."""
         refuse_fork_of(self._pid)
+        self._gatekeeper.check()
         with self._errors():
             yield
 

@@ -22,6 +22,7 @@ from kvdock_server.pool.room import SHM, PoolError, check_room
 logger = logging.getLogger(__name__)
 
 _PREFIX = "kvdock-"
+_PROOF_BYTES = 32
 _STEP_BYTES = 64 << 20
 _FAULT_THREADS = 4
 
@@ -41,12 +42,14 @@ class Segment:
 
     ``address`` is where it is mapped, ``view`` its bytes. Nothing is backed by memory until
     ``fault_in``; touching a page before that could kill the process where /dev/shm is full.
+    ``proof`` is what clients know the file by: its last bytes, behind those that are mapped.
     """
 
     def __init__(self, nbytes: int) -> None:
         """Make and map a segment of ``nbytes``; PoolError if there is less memory."""
-        check_room(nbytes)
+        check_room(nbytes + _PROOF_BYTES)
         self.nbytes = nbytes
+        self.proof = secrets.token_bytes(_PROOF_BYTES)
         self.shm_name = f"/{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
         self._path = SHM / self.shm_name[1:]
         # Locked before it has the name by which others look for what dead servers left.
@@ -55,7 +58,7 @@ class Segment:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self._path)
-            os.ftruncate(self._fd, nbytes)
+            os.pwrite(self._fd, self.proof, nbytes)
             self._map = mmap.mmap(self._fd, nbytes)
         except BaseException:
             new.unlink(missing_ok=True)
