@@ -24,9 +24,11 @@ class ServerProcess:
         socket: Path,
         *arguments: str,
         program: Sequence[str] = ("-m", "kvdock_server"),
+        prefix: Sequence[str] = (),
     ) -> None:
-        """``program``: what Python runs."""
+        """``program``: what Python runs; ``prefix``: the command that runs Python."""
         self._program = program
+        self._prefix = prefix
         self.socket = socket
         self.address = f"unix://{socket}"
         self._arguments = arguments
@@ -37,6 +39,7 @@ class ServerProcess:
         """Start and wait until it serves; RuntimeError with its output if it does not."""
         self.process = subprocess.Popen(
             [
+                *self._prefix,
                 sys.executable,
                 *self._program,
                 "--listen",

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import stat
 import urllib.parse
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +50,22 @@ def default_socket_path() -> Path:
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime_dir) if runtime_dir else Path(f"/tmp/kvdock-{os.getuid()}")
     return folder / SOCKET_NAME
+
+
+def ownership_fault(path: Path, users: Container[int]) -> str | None:
+    """Why others than ``users`` decide what is at ``path``, in words; None if they do not.
+
+    What is there must belong to them, and so must what it leads to if it is a symbolic link. A
+    folder must not let everybody replace what is in it. Raises OSError.
+    """
+    for place in dict.fromkeys((path, Path(os.path.realpath(path)))):
+        found = place.lstat()
+        if found.st_uid not in users:
+            return f"{place} belongs to user {found.st_uid}"
+        mode = stat.S_IMODE(found.st_mode)
+        if stat.S_ISDIR(found.st_mode) and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"{place} has mode {mode:04o}, so every user may write in it (chmod o-w)"
+    return None
 
 
 def parse(address: str) -> Address:

@@ -36,7 +36,9 @@ from kvdock.events.messages import (
     message_from_proto,
     stream_request,
 )
+from kvdock.fork import refuse_broken_fork, refuse_fork_of
 from kvdock.session import Session
+from kvdock.trust import Gatekeeper
 from kvdock.types import (
     ChunkEventData,
     ChunkStatus,
@@ -78,7 +80,9 @@ class Client:
 
     ``address`` is the server's; None finds the one of this host (:mod:`kvdock.address`). Each call
     takes at most ``timeout`` seconds and raises a subclass of KVDockError; in put, get and listings
-    it is each pause that takes at most so long, or up to twice that until it is noticed.
+    it is each pause that takes at most so long, or up to twice that until it is noticed. Raises
+    UntrustedServer if another user may be listening at a Unix socket (:mod:`kvdock.trust`), and
+    Forked in a process where gRPC cannot work (:mod:`kvdock.fork`).
     ``channel_options`` are options of gRPC, added to those that every client has.
     """
 
@@ -91,7 +95,9 @@ class Client:
     ) -> None:
         self.address: Address = parse(default_address() if address is None else address)
         self.timeout = timeout
+        self._gatekeeper = Gatekeeper(self.address)
         self._pid = os.getpid()
+        refuse_broken_fork()
         self._channel = grpc.insecure_channel(
             self.address.target, [*options(self.address), *channel_options]
         )
@@ -428,13 +434,9 @@ class Client:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Translates what gRPC raises when a call starts or fails."""
-        if os.getpid() != self._pid:
-            # gRPC would write into the parent's connection.
-            raise Unavailable(
-                f"this client belongs to process {self._pid}, this is its fork {os.getpid()}: make "
-                f"another here"
-            )
+        """For the start of a call: sees who would get it, and translates what gRPC raises."""
+        refuse_fork_of(self._pid)
+        self._gatekeeper.check()
         try:
             yield
         except grpc.RpcError as error:

@@ -17,6 +17,7 @@ import grpc
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
+from kvdock.printable import printable
 from kvdock.v1 import types_pb2
 
 ERROR_DOMAIN = "kvdock"
@@ -30,8 +31,9 @@ _AIO_WRITE_FAILED = "Internal error from Core"
 class KVDockError(Exception):
     """Base of every error of this library.
 
-    ``message`` says what happened and what to do; ``code`` is the gRPC status code; ``reason`` is
-    a name from the protocol's ``Error.reason``, or empty if the error has none.
+    ``message`` says what happened and what to do, in one printable line, whatever the server wrote;
+    ``code`` is the gRPC status code; ``reason`` is a name from the protocol's ``Error.reason``, or
+    empty if the error has none.
     """
 
     default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -39,8 +41,8 @@ class KVDockError(Exception):
     def __init__(
         self, message: str, *, code: grpc.StatusCode | None = None, reason: str = ""
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = printable(message)
+        super().__init__(self.message)
         self.code = code or self.default_code
         self.reason = reason
 
@@ -49,6 +51,16 @@ class Unavailable(KVDockError):
     """No server answers."""
 
     default_code = grpc.StatusCode.UNAVAILABLE
+
+
+class Forked(Unavailable):
+    """This process was forked from one that uses gRPC, and may not use what belongs to that."""
+
+
+class UntrustedServer(KVDockError):
+    """Another user may be listening where the server should be: nothing was sent there."""
+
+    default_code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class Draining(Unavailable):
@@ -166,7 +178,7 @@ class NoEventLog(KVDockError):
 
 
 class PoolUnmappable(KVDockError):
-    """This process cannot map the server's pool: another host, or another /dev/shm."""
+    """This process cannot map the server's pool: another host, another /dev/shm, or not its own."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -225,17 +237,21 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
         code, message = grpc.StatusCode.UNAVAILABLE, "the connection ended"
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
         # gRPC tells the address twice before it says what is wrong.
-        cause = message.rpartition("error: ")[2]
-        message = (
-            f"no KVDock server answers at {server}: {cause}. Start one with `kvdock serve`, or say "
-            f"where it is with KVDOCK_ADDRESS"
-        )
+        message = unanswered(server, message.rpartition("error: ")[2]).message
     elif code is grpc.StatusCode.CANCELLED:
         # Nobody but this side cancels, and what cancels a call for its caller says so itself.
         message = f"the call to {server} ended when its client was closed; make another client"
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
         message = f"the server at {server} did not answer in time: {message}"
     return _make(code, reason, message)
+
+
+def unanswered(server: str, cause: str) -> Unavailable:
+    """The error for a server that cannot be reached at the address ``server``."""
+    return Unavailable(
+        f"no KVDock server answers at {server}: {cause}. Start one with `kvdock serve`, or say "
+        f"where it is with KVDOCK_ADDRESS"
+    )
 
 
 def _make(code: grpc.StatusCode, reason: str, message: str) -> KVDockError:

@@ -11,13 +11,13 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from kvdock.errors import PoolUnmappable
+from kvdock.trust import open_segment
 from kvdock.types import Segment
 
 _log = logging.getLogger(__name__)
 
-_SHM_FOLDER = Path("/dev/shm")
 # The kernel lets go of the lock before the GPU's driver has ended what the process had queued,
 # which is some milliseconds of copies.
 _AFTERMATH_SECONDS = 0.2
@@ -31,12 +31,10 @@ class ServerProcess:
         self._file = None
         self._gone_since: float | None = None
         if segments:
-            path = _SHM_FOLDER / segments[0].shm_name.removeprefix("/")
             try:
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._file = os.fdopen(os.open(path, flags), "rb", buffering=0)
-            except OSError as error:
-                _log.info("%s cannot be opened (%s): a server's end is not seen", path, error)
+                self._file = os.fdopen(open_segment(segments[0], os.O_RDONLY), "rb", buffering=0)
+            except (OSError, PoolUnmappable) as error:
+                _log.info("the end of a server will not be seen, for want of its pool: %s", error)
 
     def has_ended(self) -> bool | None:
         """True once it has, and nothing that it did goes on. None if that cannot be known here.

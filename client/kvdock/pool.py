@@ -16,10 +16,10 @@ import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdock.errors import InvalidArgument, PoolUnmappable
+from kvdock.trust import open_segment
 from kvdock.types import Location, Segment
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _log = logging.getLogger(__name__)
-
-_SHM_FOLDER = Path("/dev/shm")
 
 # struct flock: type, whence, start, length, process.
 _FLOCK = struct.Struct("@hhqqi4x")
@@ -143,15 +141,8 @@ class Pool:
                 f"the server at {self._server} is on another host: its memory cannot be mapped; "
                 f"use put and get, or a server of this host"
             )
-        path = _SHM_FOLDER / segment.shm_name.removeprefix("/")
         try:
-            with _opened(path) as fd:
-                nbytes = os.fstat(fd).st_size
-                if nbytes < segment.nbytes:
-                    raise PoolUnmappable(
-                        f"{path} has {nbytes:,} bytes, the server said {segment.nbytes:,}: it is "
-                        f"another server's; do both processes see the same /dev/shm?"
-                    )
+            with _opened(segment) as fd:
                 if self._guard is not None:
                     # The mapping keeps a duplicate of the descriptor, and with it the lock.
                     lock = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, self._guard, 1, 0)
@@ -159,15 +150,15 @@ class Pool:
                 return mmap.mmap(fd, segment.nbytes)
         except OSError as error:
             raise PoolUnmappable(
-                f"cannot map {path}, the pool of the server at {self._server}: {error.strerror}. "
-                f"Client and server must run as one user and share /dev/shm (in containers: one "
-                f"IPC namespace, or the same /dev/shm volume)"
+                f"cannot map {segment.shm_name}, the pool of the server at {self._server}: "
+                f"{error.strerror}. Client and server must run as one user and share /dev/shm (in "
+                f"containers: one IPC namespace, or the same /dev/shm volume)"
             ) from error
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _opened(segment: Segment) -> Iterator[int]:
+    fd = open_segment(segment, os.O_RDWR)
     try:
         yield fd
     finally:

@@ -182,11 +182,13 @@ class Segment:
     shm_name: str
     """POSIX shared-memory name, with its leading slash."""
     nbytes: int
+    proof: bytes = field(default=b"", repr=False)
+    """The last bytes of the file, behind its ``nbytes``, if it is the server's that named it."""
 
     @classmethod
     def from_proto(cls, message: types_pb2.Segment) -> Segment:
         """Reads a message."""
-        return cls(message.segment_id, message.shm_name, message.bytes)
+        return cls(message.segment_id, message.shm_name, message.bytes, message.proof)
 
 
 @dataclass(frozen=True, slots=True)

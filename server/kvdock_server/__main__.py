@@ -8,6 +8,7 @@ import logging
 import sys
 
 from kvdock.errors import KVDockError
+from kvdock.printable import PrintableLog
 from kvdock_server import config as configuration
 from kvdock_server import lifecycle
 from kvdock_server.endpoint import EndpointError
@@ -30,7 +31,9 @@ def main() -> int:
     try:
         config = configuration.load(sys.argv[1:])
         logging.basicConfig(
-            level=config.log_level.upper(), format="kvdock: %(levelname)s: %(message)s"
+            level=config.log_level.upper(),
+            format="kvdock: %(levelname)s: %(message)s",
+            handlers=[PrintableLog(), logging.StreamHandler()],
         )
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.set_threshold(*_COLLECT_AFTER)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import socket
 import stat
 from pathlib import Path
 
-from kvdock.address import Address
+from kvdock.address import Address, ownership_fault
 
 
 class EndpointError(Exception):
@@ -22,31 +24,26 @@ class UnixEndpoint:
     """
 
     def __init__(self, path: Path, target: str) -> None:
-        """Claim the path; EndpointError if another server has it or the folder is not safe."""
+        """Claim the path; EndpointError if another server has it or the folder is not safe.
+
+        Nothing is made beside something that is no socket.
+        """
         self.path = path
         self.target = target
         try:
+            _refuse_what_is_no_socket(path)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_foreign_folder(path.parent)
+            self._lock = _lock(path)
+            try:
+                # It may have come meanwhile.
+                _refuse_what_is_no_socket(path)
+                path.unlink(missing_ok=True)
+            except BaseException:
+                os.close(self._lock)
+                raise
         except OSError as error:
-            raise EndpointError(f"folder of socket {path}: {error}") from None
-        _refuse_foreign_folder(path.parent)
-        lock = path.with_name(path.name + ".lock")
-        try:
-            self._lock = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise EndpointError(f"lock file {lock}: {error}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise EndpointError(
-                f"another server listens on {path}: use that one, stop it, or choose another "
-                "address with --listen"
-            ) from None
-        if path.exists() and not path.is_socket():
-            os.close(self._lock)
-            raise EndpointError(f"{path} is there and is no socket: choose another with --listen")
-        path.unlink(missing_ok=True)
+            raise EndpointError(f"socket {path} cannot be made: {error}") from None
 
     def close(self) -> None:
         """Remove the socket."""
@@ -55,9 +52,11 @@ class UnixEndpoint:
 
 
 class TcpEndpoint:
-    """A TCP address. gRPC itself refuses one that is taken."""
+    """A TCP address."""
 
     def __init__(self, target: str) -> None:
+        """EndpointError if it is taken. So it is known before anything else is made."""
+        refuse_taken(target)
         self.target = target
 
     def close(self) -> None:
@@ -74,12 +73,54 @@ def claim(address: Address) -> Endpoint:
     return TcpEndpoint(address.target)
 
 
+def refuse_taken(host_port: str) -> None:
+    """EndpointError if somebody listens there. What else is wrong, whoever listens finds out."""
+    host, _, port = host_port.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise EndpointError(
+                    f"somebody listens on {host_port} already: choose another port, or stop them"
+                ) from None
+
+
+def _lock(path: Path) -> int:
+    """Descriptor of the locked file beside the socket; EndpointError if another server has it."""
+    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise EndpointError(
+            f"another server listens on {path}: use that one, stop it, or choose another "
+            "address with --listen"
+        ) from None
+    return lock
+
+
+def _refuse_what_is_no_socket(path: Path) -> None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise EndpointError(f"{path} is there and is no socket: choose another with --listen")
+
+
 def _refuse_foreign_folder(folder: Path) -> None:
     """A per-user folder in /tmp that somebody else made could lead clients to their server."""
-    info = folder.stat()
-    shared = info.st_mode & stat.S_ISVTX and info.st_mode & stat.S_IWOTH
-    if info.st_uid not in (os.getuid(), 0) or (info.st_mode & stat.S_IWOTH and not shared):
+    fault = ownership_fault(folder, {0, os.getuid()})
+    if fault is not None:
         raise EndpointError(
-            f"folder {folder} belongs to user {info.st_uid} with mode {info.st_mode & 0o7777:o}: "
-            "it must be yours and not writable by others; choose another with --listen"
+            f"{fault}: the socket's folder must be yours (or root's), and only its owner may write "
+            "in it; mend that, or choose another with --listen"
         )

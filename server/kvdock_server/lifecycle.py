@@ -9,7 +9,7 @@ import signal
 from kvdock.address import parse
 from kvdock_server.config import Config
 from kvdock_server.core import Core
-from kvdock_server.endpoint import claim
+from kvdock_server.endpoint import claim, refuse_taken
 from kvdock_server.events.log import Limits
 from kvdock_server.metrics import MetricsEndpoint
 from kvdock_server.pool.pool import Pool
@@ -36,6 +36,8 @@ async def run(config: Config) -> None:
     address = parse(config.address)
     endpoint = claim(address)
     try:
+        if config.metrics_listen:
+            refuse_taken(config.metrics_listen)
         for name in reclaim_stale_segments():
             logger.info("reclaimed shared memory that a killed server left behind: %s", name)
         pool = Pool(config.memory)
@@ -58,6 +60,13 @@ async def run(config: Config) -> None:
                 config.memory / 2**30,
                 config.chunk_tokens,
             )
+            if not address.is_local:
+                logger.warning(
+                    "whoever reaches %s can read, clear and evict every namespace: nothing is "
+                    "encrypted and nobody is asked who they are. Listen on a Unix socket or "
+                    "127.0.0.1, or let only trusted hosts reach it",
+                    address,
+                )
             sweeper = loop.create_task(_sweep(core))
             await stop.wait()
             await _drain(core, server, config.drain_seconds)

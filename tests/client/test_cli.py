@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvdock.cli import commands, main
+from kvdock.cli import commands, events, main
+from kvdock.events import Batch, Cleared, Cursor
 from kvdock.keys import chunk_keys
 from kvdock.v1 import admin_pb2
 
@@ -154,6 +155,37 @@ def test_names_are_shown_as_they_are(server: Any) -> None:
     assert f"Namespaces at unix://{link}" in ok(f"unix://{link}", "ls").decode()
     link.unlink()
     assert f"{link} does not exist" in kvdock(f"unix://{link}", "doctor").stdout.decode()
+
+
+def test_names_move_no_cursor_and_take_no_screen(server: Any) -> None:
+    import kvdock as library
+
+    evil = "x\x1b[2J\n\r\x9b\u202e"
+    namespace = library.Namespace("n", 16, 1, (library.Group((1,)),), {evil: "é" + evil})
+    with (
+        library.Client(server.address) as client,
+        client.session(evil, client=evil),
+        client.session("e" * 256, client="c"),
+    ):
+        client.register_namespace(namespace)
+        shown = ok(server.address, "ls").decode() + ok(server.address, "status").decode()
+        answer = json.loads(ok(server.address, "status", "--json"))
+
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert "\r" not in shown
+    escaped = r"x\x1b[2J\n\r\x9b\u202e"
+    flat = "".join(shown.replace("│", " ").split())  # a long name takes several lines
+    assert f"{escaped}=é{escaped}" in flat
+    assert flat.count(escaped) >= 4
+    assert answer["sessions"][0]["engine_id"] == evil
+
+
+def test_what_a_server_writes_moves_no_cursor_either(capsys: pytest.CaptureFixture[str]) -> None:
+    message = Batch(Cursor(1, 1), 0, (Cleared(1, "n\x1b[2J\u2066"),))
+
+    events._print_line(message, message.events[0])
+
+    assert capsys.readouterr().out.endswith("  n\\x1b[2J\\u2066\n")
 
 
 def test_what_only_a_newer_server_knows_of_a_session_is_shown() -> None:
@@ -339,6 +371,26 @@ def test_doctor_and_sockets(server: Any, doctor: Any, tmp_path: Path) -> None:
     assert status == 1
     assert "nobody listens" in findings["socket"]["text"]
     assert findings["server"]["verdict"] == "broken"
+
+
+def test_doctor_and_what_all_may_write_to(server: Any, doctor: Any) -> None:
+    server.socket.chmod(0o777)
+    status, findings = doctor()
+    assert status == 1
+    assert findings["socket"]["verdict"] == "broken"
+    assert f"{server.socket} has mode 0777" in findings["socket"]["text"]
+    assert findings["socket"]["advice"] == f"chmod 600 {server.socket}"
+    server.socket.chmod(0o600)
+
+    server.socket.parent.chmod(0o777)
+    status, findings = doctor()
+    assert status == 1
+    assert f"{server.socket.parent} has mode 0777" in findings["socket"]["text"]
+    assert findings["server"]["verdict"] == "broken"
+    server.socket.parent.chmod(0o700)
+
+    _, findings = doctor(KVDOCK_SERVER_USER="nobody-of-this-name")
+    assert "KVDOCK_SERVER_USER=nobody-of-this-name" in findings["socket"]["text"]
 
 
 def test_doctor_and_a_server_that_hangs(server: Any) -> None:

@@ -69,6 +69,14 @@ def test_without_a_reason_the_code_decides() -> None:
     assert type(of(grpc.StatusCode.RESOURCE_EXHAUSTED)) is errors.ServerError
 
 
+def test_what_a_server_writes_is_one_printable_line() -> None:
+    told = types_pb2.Error(code=13, message="a\nkvdock: forged\x1b[2J", reason="INTERNAL")
+
+    error = errors.from_stream_error(told)
+
+    assert error.message == str(error) == r"a\nkvdock: forged\x1b[2J"
+
+
 def test_a_connection_that_ends_while_grpc_aio_writes_is_no_fault_of_the_server() -> None:
     failed = FailedCall(grpc.StatusCode.INTERNAL, "Internal error from Core")
     ours = ErrorInfo(domain="kvdock", reason="INTERNAL")

@@ -62,6 +62,17 @@ def test_every_connector_setting_is_documented() -> None:
     assert documented == set(re.findall(r"``kvdock\.([a-z_]+)``", source))
 
 
+def test_every_environment_variable_of_clients_is_documented() -> None:
+    page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    documented = set(re.findall(r"^\| `(KVDOCK_[A-Z_]+)", page, re.MULTILINE))
+    named: set[str] = set()
+    for package in ("client", "vllm_plugin"):
+        for module in (REPOSITORY / package).rglob("*.py"):
+            named.update(re.findall(r'= "(KVDOCK_[A-Z_]+)"', module.read_text()))
+    assert len(named) >= 3
+    assert documented == named
+
+
 def test_every_metric_is_documented() -> None:
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     documented = set(re.findall(r"`((?:vllm:)?kvdock_[a-z_]+)`", page))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from tests.users import ANOTHER, OTHER, as_user, needs_other_users
 
 from kvdock_server.pool.segment import Segment, reclaim_stale_segments
 
@@ -43,6 +45,73 @@ def test_a_file_at_the_sockets_path_that_is_no_socket_is_not_deleted(tmp_path: P
         run_server("--listen", f"unix://{file}")
     assert file.is_file()
     assert file.read_text() == "mine"
+
+
+def test_nothing_is_made_beside_what_is_no_socket(tmp_path: Path) -> None:
+    device = Path("/dev/null")
+    file, link = tmp_path / "notes.txt", tmp_path / "link"
+    file.touch()
+    link.symlink_to(file)
+    for path in (device, file, link, link / "k.sock"):
+        message = refused("--listen", f"unix://{path}")
+        assert str(path) in message
+        assert not path.with_name(path.name + ".lock").exists()
+    assert sorted(tmp_path.iterdir()) == [link, file]
+
+
+def test_a_link_that_stands_for_the_sockets_folder_is_followed_once(tmp_path: Path) -> None:
+    """Whoever made the link may change it, and with it where clients go."""
+    mine, link = tmp_path / "mine", tmp_path / "link"
+    mine.mkdir()
+    link.symlink_to(mine)
+    if os.getuid() == 0:
+        os.chown(link, 12345, 12345, follow_symlinks=False)
+        assert f"{link} belongs to user 12345" in refused("--listen", f"unix://{link}/k.sock")
+    mine.chmod(0o777)
+    assert "mode 0777" in refused("--listen", f"unix://{mine}/k.sock")
+    assert not list(mine.iterdir())
+
+
+@pytest.mark.parametrize("setting", ["--listen", "--metrics-listen"])
+def test_an_address_that_is_taken_is_known_before_memory_is_taken(
+    tmp_path: Path, setting: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        # More memory than there is: what is looked at first is what is named.
+        message = refused(
+            *("--listen", f"unix://{tmp_path}/k.sock", "--memory", "4000TiB", setting, address)
+        )
+    assert f"listens on {address}" in message
+    assert not (tmp_path / "k.sock").exists()
+
+
+@needs_other_users
+def test_a_file_that_another_user_gave_the_form_of_a_dead_servers_memory_stays(
+    tmp_path: Path,
+) -> None:
+    file = Path(f"/dev/shm/kvdock-{OTHER}-x\nkvdock: ERROR: forged")
+    tmp_path.chmod(0o755)
+    (tmp_path / "run").mkdir(mode=0o700)
+    os.chown(tmp_path / "run", OTHER, OTHER)
+    file.write_bytes(b"mine")
+    try:
+        os.chown(file, ANOTHER, ANOTHER)
+        file.chmod(0o666)
+        command = [sys.executable, "-m", "kvdock_server", "--memory", "1MiB"]
+        process = subprocess.Popen(
+            [*as_user(OTHER), *command, "--listen", f"unix://{tmp_path}/run/k.sock"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        process.terminate()
+        assert process.wait(timeout=20) == 0
+        assert "serving at" in first
+        assert file.read_bytes() == b"mine"
+    finally:
+        file.unlink()
 
 
 def test_a_folder_at_the_sockets_path_is_refused_in_words(tmp_path: Path) -> None:

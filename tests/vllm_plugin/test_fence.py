@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvdock import liveness
+from kvdock import liveness, trust
 from kvdock.errors import DeviceMemory, SessionLost
+from kvdock.types import Segment
 from kvdock_vllm.metadata import Target
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers import fence as fence_module
@@ -28,12 +29,14 @@ class Server:
 
     def __init__(self, folder: Path, epoch: int) -> None:
         self.epoch = epoch
-        self._path = folder / f"pool-{epoch}"
+        self._path = folder / f"kvdock-0-{epoch:016x}"
+        self._proof = os.urandom(32)
         self._lock = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        os.write(self._lock, self._proof)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def session(self) -> Any:
-        segments = (SimpleNamespace(shm_name=f"/{self._path.name}"),)
+        segments = (Segment(0, f"/{self._path.name}", 0, self._proof),)
         return _Session(self.epoch, SimpleNamespace(segments=segments))
 
     def end(self) -> None:
@@ -49,7 +52,7 @@ class _Session:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(liveness, "_SHM_FOLDER", tmp_path)
+    monkeypatch.setattr(trust, "_SHM_FOLDER", tmp_path)
     monkeypatch.setattr(liveness, "_AFTERMATH_SECONDS", 0.0)
     return Server(tmp_path, 1)
 

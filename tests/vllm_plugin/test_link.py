@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,6 +260,87 @@ def test_autostart_starts_one_server_that_outlives_the_engine(
         for process in started:
             process.terminate()
             process.wait(20)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The programs that would have been started."""
+    started: list[Any] = []
+
+    def popen(command: Any, **_: Any) -> Any:
+        started.append(command)
+        return SimpleNamespace(poll=lambda: None)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    return started
+
+
+def _link(log: Path, other: Path) -> None:
+    log.symlink_to(other)
+
+
+def _hard_link(log: Path, other: Path) -> None:
+    log.hardlink_to(other)
+
+
+def _pipe(log: Path, other: Path) -> None:
+    os.mkfifo(log, 0o600)
+
+
+def _another_users(log: Path, other: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    log.touch()
+    os.chown(log, 54_321, 54_321)
+
+
+@pytest.mark.parametrize("put", [_link, _hard_link, _pipe, _another_users])
+def test_autostart_writes_to_no_log_that_another_may_have_put_there(
+    short_folder: Path, started: list[Any], put: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = short_folder / "other"
+    other.write_text("mine")
+    other.chmod(0o644)
+    put(short_folder / "k.log", other)
+
+    Autostart(parse(f"unix://{short_folder}/k.sock")).start()
+
+    assert not started
+    assert (other.read_text(), other.stat().st_mode & 0o777) == ("mine", 0o644)
+    assert "could not start a KVDock server: " in caplog.text
+    assert f"{short_folder}/k.log" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o700])
+def test_autostart_makes_nothing_in_a_folder_that_is_not_this_users(
+    short_folder: Path, started: list[Any], mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = short_folder / "kvdock-0"
+    folder.mkdir()
+    folder.chmod(mode)
+    if mode == 0o700:
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 54_321, 54_321)
+
+    Autostart(parse(f"unix://{folder}/k.sock")).start()
+
+    assert not started
+    assert not list(folder.iterdir())
+    assert f"could not start a KVDock server: {folder} " in caplog.text
+
+
+def test_autostart_makes_an_old_log_of_its_own_private(
+    short_folder: Path, started: list[Any]
+) -> None:
+    log = short_folder / "k.log"
+    log.write_text("old\n")
+    log.chmod(0o644)
+
+    Autostart(parse(f"unix://{short_folder}/k.sock")).start()
+
+    assert len(started) == 1
+    assert (log.read_text(), log.stat().st_mode & 0o777) == ("old\n", 0o600)
 
 
 def test_autostart_elsewhere_is_refused() -> None:

@@ -113,6 +113,22 @@ def test_a_failed_load_is_computed_instead_whatever_vllms_default(tmp_path: Path
     connector.shutdown()
 
 
+def test_what_others_named_is_one_line_of_vllms_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvdock_vllm"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for _ in range(2):
+        plugin.register()
+    logging.getLogger("kvdock_vllm.any").warning("adapter %s", "a\nERROR forged\x1b[2J")
+    logging.getLogger("vllm.any").warning("vLLM's own:\n%s", "as it is")
+
+    shown = [record.getMessage() for record in caplog.records]
+    assert r"adapter a\nERROR forged\x1b[2J" in shown
+    assert "vLLM's own:\nas it is" in shown
+    assert len(logging.getLogger("kvdock_vllm").handlers) == 1
+
+
 def test_counters_add_up_and_can_be_shown() -> None:
     one, other = Stats(), Stats()
     one.add("stored_chunks", 2)

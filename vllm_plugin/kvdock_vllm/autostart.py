@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 from typing import IO
 
-from kvdock.address import Address
+from kvdock.address import Address, ownership_fault
 
 _log = logging.getLogger(__name__)
 
@@ -56,9 +57,24 @@ class Autostart:
         if socket_path is None:
             return Path(os.devnull).open("wb")
         socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(
-            socket_path.with_suffix(".log"),
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-            0o600,
-        )
-        return os.fdopen(descriptor, "ab")
+        fault = ownership_fault(socket_path.parent, {0, os.geteuid()})
+        if fault is not None:
+            raise OSError(f"{fault}; remove it, or choose another place with KVDOCK_ADDRESS")
+        return _own_file(socket_path.with_suffix(".log"))
+
+
+def _own_file(path: Path) -> IO[bytes]:
+    """The file, to append to. Raises OSError if somebody else may have put it there."""
+    # Without O_NONBLOCK a pipe in its place would make us wait.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.fdopen(os.open(path, flags, 0o600), "ab")
+    try:
+        found = os.fstat(file.fileno())
+        is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+        if not is_plain or found.st_uid != os.geteuid():
+            raise OSError(f"{path} is there and is no file of this user's: remove it")
+        os.fchmod(file.fileno(), 0o600)
+    except BaseException:
+        file.close()
+        raise
+    return file

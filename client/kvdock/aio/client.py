@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
@@ -41,6 +42,8 @@ from kvdock.events.messages import (
     message_from_proto,
     stream_request,
 )
+from kvdock.fork import refuse_broken_fork, refuse_fork_of
+from kvdock.trust import Gatekeeper
 from kvdock.types import (
     ChunkEventData,
     ChunkStatus,
@@ -78,6 +81,9 @@ class Client:
     ) -> None:
         self.address: Address = parse(default_address() if address is None else address)
         self.timeout = timeout
+        self._gatekeeper = Gatekeeper(self.address)
+        self._pid = os.getpid()
+        refuse_broken_fork()
         self._channel = grpc.aio.insecure_channel(
             self.address.target, [*options(self.address), *channel_options]
         )
@@ -174,7 +180,7 @@ class Client:
                         faults.append(fault)
                         return
 
-        with self._errors():
+        with self._starting():
             responses = self._put(requests())
         async with self._stream(responses, timeout) as touch:
             try:
@@ -227,7 +233,7 @@ class Client:
 
     async def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
         """As :meth:`kvdock.Client.namespaces`."""
-        with self._errors():
+        with self._starting():
             responses = self._admin.ListNamespaces(admin_pb2.ListNamespacesRequest())
         found = []
         async with self._stream(responses, timeout) as touch:
@@ -241,7 +247,7 @@ class Client:
     ) -> AsyncIterator[PartStatus]:
         """As :meth:`kvdock.Client.chunks`."""
         request = _verbs.list_chunks(namespace)
-        with self._errors():
+        with self._starting():
             responses = self._admin.ListChunks(request)
         async with contextlib.aclosing(self._each(responses, self._seconds(timeout))) as messages:
             async for message in messages:
@@ -260,7 +266,7 @@ class Client:
         """
         request = stream_request(start, only or Filter(), progress_interval)
         seconds = max(MISSED_SIGNS * progress_interval, self.timeout)
-        with self._errors():
+        with self._starting():
             responses = self._events.StreamKVEvents(request)
         async with contextlib.aclosing(self._each(responses, seconds)) as messages:
             async for message in messages:
@@ -278,7 +284,7 @@ class Client:
         """As :meth:`kvdock.Client.health`."""
         request = _health.request(service)
         try:
-            with self._errors():
+            with self._starting():
                 status: str = await self._check_health(request, timeout=self._seconds(timeout))
         except ServerError as error:
             if error.code is not grpc.StatusCode.NOT_FOUND:
@@ -333,14 +339,14 @@ class Client:
         timeout: float | None,
     ) -> Result:
         _verbs.check_size(call.request)
-        with self._errors():
+        with self._starting():
             response = await method(call.request, timeout=self._seconds(timeout))
         return call.read(response)
 
     async def _get(
         self, transfer: GetTransfer, progress: Progress | None, timeout: float | None
     ) -> None:
-        with self._errors():
+        with self._starting():
             responses = self._cache.Get(transfer.request)
         async with self._stream(responses, timeout) as touch:
             async for response in responses:
@@ -371,8 +377,16 @@ class Client:
     def _start_session(
         self, requests: AsyncIterator[session_pb2.SessionRequest]
     ) -> grpc.aio.StreamStreamCall[session_pb2.SessionRequest, session_pb2.SessionResponse]:
-        with self._errors():
+        with self._starting():
             return self._open_session(requests)
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """For the start of a call: sees who would get it, and translates what gRPC raises."""
+        refuse_fork_of(self._pid)
+        self._gatekeeper.check()
+        with self._errors():
+            yield
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

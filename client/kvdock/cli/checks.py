@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import resource
-import socket
 import stat
 import urllib.request
 from collections.abc import Iterator
@@ -26,8 +25,8 @@ from kvdock.address import ENVIRONMENT_VARIABLE, SOCKET_NAME, Address, parse
 from kvdock.cli.output import duration, size
 from kvdock.client import Client
 from kvdock.errors import DeadlineExceeded, InvalidArgument, KVDockError
-from kvdock.pool import Pool
-from kvdock.types import Location, Segment
+from kvdock.trust import USER_VARIABLE, socket_fault
+from kvdock.types import Location
 from kvdock.v1 import admin_pb2
 
 # The versions that KVDock is made and tested for.
@@ -74,7 +73,7 @@ def all_findings(address: Address, timeout: float) -> Iterator[Finding]:
     yield finding
     if status is not None:
         yield _version(status)
-        yield _mapping(address, status)
+        yield _mapping(address, timeout)
     if address.is_local:
         yield _shm(status)
     yield _kernel()
@@ -114,27 +113,30 @@ def _socket(path: Path) -> Finding:
         else "start a server: kvdock serve"
     )
     try:
-        found = path.stat()
+        fault = socket_fault(path)
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except InvalidArgument as error:
+        return broken(error.message, f"correct {USER_VARIABLE}, or unset it")
     except FileNotFoundError:
         return broken(f"{path} does not exist", hint)
     except PermissionError:
-        return broken(
-            f"{path}: uid {os.getuid()} may not look there", "run client and server as one user"
-        )
-    if not stat.S_ISSOCK(found.st_mode):
-        return broken(f"{path} is no socket", "choose another path, or remove what lies there")
-    if not os.access(path, os.W_OK):
-        return broken(
-            f"{path} belongs to uid {found.st_uid} and is closed to uid {os.getuid()}",
-            "run client and server as one user",
-        )
-    try:
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1)
-            probe.connect(str(path))
+        return broken(f"{path} is closed to uid {os.getuid()}", "run client and server as one user")
     except OSError as error:
+        if not path.is_socket():
+            return broken(f"{path} is no socket", "choose another path, or remove what lies there")
         return broken(f"{path}: nobody listens ({error.strerror or error})", hint)
-    return Finding("socket", Verdict.OK, f"{path}, mode {stat.S_IMODE(found.st_mode):04o}")
+    if fault is not None:
+        return broken(
+            f"{fault}: another user may be the server",
+            f"name that user in {USER_VARIABLE} if so it should be; else remove what is there, or "
+            f"choose another place with KVDOCK_LISTEN and {ENVIRONMENT_VARIABLE}",
+        )
+    if mode & stat.S_IWOTH:
+        return broken(
+            f"{path} has mode {mode:04o}: every user can read, clear and evict what is cached",
+            f"chmod 600 {path}",
+        )
+    return Finding("socket", Verdict.OK, f"{path}, mode {mode:04o}")
 
 
 def _usual_sockets() -> list[Path]:
@@ -204,16 +206,17 @@ def _version(status: admin_pb2.StatusResponse) -> Finding:
     )
 
 
-def _mapping(address: Address, status: admin_pb2.StatusResponse) -> Finding:
+def _mapping(address: Address, timeout: float) -> Finding:
+    """As engines do it: a session tells what the file of the pool is known by."""
     if not address.is_local:
         return Finding(
             "pool mapping", Verdict.NOTE, "the server is on another host: put and get only"
         )
-    segments = [Segment.from_proto(segment) for segment in status.segments]
-    pool = Pool(segments, server=str(address), is_local=True)
     try:
-        for segment in segments:
-            pool.view(Location(segment.segment_id, 0, segment.nbytes))
+        with Client(str(address), timeout=timeout) as client, client.session() as session:
+            segments = session.pool.segments
+            for segment in segments:
+                session.pool.view(Location(segment.segment_id, 0, segment.nbytes))
     except KVDockError as error:
         return Finding(
             "pool mapping",
@@ -222,8 +225,6 @@ def _mapping(address: Address, status: admin_pb2.StatusResponse) -> Finding:
             "containers: share the server's IPC namespace (docker run --ipc=container:NAME, "
             "Kubernetes: one pod) or mount one /dev/shm in both",
         )
-    finally:
-        pool.close()
     names = ", ".join(segment.shm_name for segment in segments)
     return Finding("pool mapping", Verdict.OK, f"{names} can be mapped")
 

@@ -7,7 +7,6 @@ import sys
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.text import Text
 
 from kvdock.address import parse
 from kvdock.cli import checks, output
@@ -29,10 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
         findings.append(finding)
         if not arguments.json:
             console.print(f"{_SIGNS[finding.verdict]} [bold]{finding.subject}[/] ", end="")
-            # As Text: in a plain string rich would look for markup and emoji.
-            console.print(Text(finding.text), soft_wrap=True)
+            console.print(output.plain(finding.text), soft_wrap=True)
             if finding.advice:
-                console.print("    [bold]→[/]", Text(finding.advice), soft_wrap=True)
+                console.print("    [bold]→[/]", output.plain(finding.advice), soft_wrap=True)
             sys.stdout.flush()
     if arguments.json:
         output.print_json([asdict(finding) for finding in findings])

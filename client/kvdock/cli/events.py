@@ -22,6 +22,7 @@ from kvdock.events import (
     SnapshotPiece,
     Stored,
 )
+from kvdock.printable import printable
 
 _STARTS = ("now", "snapshot")
 
@@ -112,7 +113,8 @@ def _print_line(message: Message, event: Event) -> None:
         key = event.key.hex()
         if event.group_idx is not None:
             group = f"  group {event.group_idx}"
-    print(f"{when:12}  {event.sequence:>10}  {what:7}  {key:64}  {event.namespace}{group}")
+    namespace = printable(event.namespace)
+    print(f"{when:12}  {event.sequence:>10}  {what:7}  {key:64}  {namespace}{group}")
 
 
 def _place(message: Message, event: Event) -> Cursor | None:

@@ -260,22 +260,32 @@ class Segment(google.protobuf.message.Message):
     SEGMENT_ID_FIELD_NUMBER: builtins.int
     SHM_NAME_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
     segment_id: builtins.int
     """Index that Location uses."""
     shm_name: builtins.str
     """POSIX shared-memory name, with its leading slash: open it with shm_open, or as a file under
-    /dev/shm. It disappears with the server; a mapping made before stays valid.
+    /dev/shm. It disappears with the server; a mapping made before stays valid. A server's names
+    are "/kvdock-", the number of its user, "-" and 16 hexadecimal digits: open no other, since
+    whoever answers could name any file.
     """
     bytes: builtins.int
-    """Bytes to map."""
+    """Bytes to map, from the beginning of the file. The file is longer."""
+    proof: builtins.bytes
+    """Shows that the file is that of the server that answers: 32 random bytes, which are also the last
+    32 of the file. Before anything is written into it, compare them, and see that it is a regular
+    file (open it with O_NOFOLLOW) of a user whom you trust, and of mode 0600. Empty in
+    StatusResponse.
+    """
     def __init__(
         self,
         *,
         segment_id: builtins.int = ...,
         shm_name: builtins.str = ...,
         bytes: builtins.int = ...,
+        proof: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "segment_id", b"segment_id", "shm_name", b"shm_name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "proof", b"proof", "segment_id", b"segment_id", "shm_name", b"shm_name"]) -> None: ...
 
 Global___Segment: typing_extensions.TypeAlias = Segment
 

@@ -22,6 +22,7 @@ from kvdock_server.pool.memory_limits import SHM, PoolError, check_memory_limits
 logger = logging.getLogger(__name__)
 
 _PREFIX = "kvdock-"
+_PROOF_BYTES = 32
 _STEP_BYTES = 64 << 20
 _FAULT_THREADS = 4
 
@@ -41,12 +42,14 @@ class Segment:
 
     ``address`` is where it is mapped, and ``view`` are its bytes. No page is backed by memory until
     ``fault_in``. To touch a page before that could kill the process if /dev/shm is full.
+    ``proof`` is what clients know the file by: its last bytes, behind those that are mapped.
     """
 
     def __init__(self, nbytes: int) -> None:
         """Make and map a segment of ``nbytes``. PoolError if that is beyond a memory limit."""
-        check_memory_limits(nbytes)
+        check_memory_limits(nbytes + _PROOF_BYTES)
         self.nbytes = nbytes
+        self.proof = secrets.token_bytes(_PROOF_BYTES)
         self.shm_name = f"/{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
         self._path = SHM / self.shm_name[1:]
         # The file gets its final name only when it is locked, so that another server does not take
@@ -56,7 +59,7 @@ class Segment:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self._path)
-            os.ftruncate(self._fd, nbytes)
+            os.pwrite(self._fd, self.proof, nbytes)
             self._map = mmap.mmap(self._fd, nbytes)
         except BaseException:
             new.unlink(missing_ok=True)
@@ -141,14 +144,19 @@ class Segment:
 
 
 def reclaim_stale_segments() -> list[str]:
-    """Remove this user's segments whose server is gone. Returns their names."""
+    """Remove this user's segments whose server is gone. Returns their names.
+
+    Other users may have made files of such names, which are left alone.
+    """
     removed = []
     for path in SHM.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue  # removed meanwhile, or another user's
         try:
+            if os.fstat(fd).st_uid != os.getuid():
+                continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue  # its server is alive

@@ -98,7 +98,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             server_version=__version__,
             chunk_tokens=self._chunk_tokens,
             ttl_ms=round(session.ttl * 1000),
-            segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],
+            segments=[
+                types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes, proof=segment.proof)
+            ],
             guard=session.guard,
             event_log=self._core.events is not None,
         )
