@@ -5,18 +5,23 @@
 Compares proto/ with the first of these that exists and is not the commit checked out: the commit
 named by $KVDOCK_PROTO_BASE, origin/main, main, the parent of the commit checked out. A clone so
 shallow that it has none of them compares with the commit itself, which still catches what is not
-committed. Exits with buf's status; with 0 if no earlier commit has a protocol.
+committed. Breaks that proto/accepted_breaks.toml names are listed and accepted. Exits with 0 if
+there is no other, or if no earlier commit has a protocol; with 1 otherwise.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 BUF = Path(sys.executable).with_name("buf")
+ACCEPTED = Path("proto/accepted_breaks.toml")
 
 
 def git(*arguments: str) -> str | None:
@@ -48,6 +53,39 @@ def find_base() -> tuple[str, str] | None:
     return "HEAD", head
 
 
+def find_breaks(against: str) -> list[dict[str, Any]]:
+    """Each break as buf tells it, with ``path``, ``start_line`` and ``message`` among its fields.
+
+    Exits if buf could not compare.
+    """
+    done = subprocess.run(
+        [BUF, "breaking", "--against", against, "--error-format=json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    try:
+        breaks = [json.loads(line) for line in done.stdout.splitlines()]
+    except json.JSONDecodeError:
+        breaks = []
+    if bool(breaks) != bool(done.returncode):
+        sys.exit(f"buf breaking: buf failed with status {done.returncode}: {done.stdout}")
+    return breaks
+
+
+def accepted_breaks() -> dict[tuple[str, str], str]:
+    """The date of each accepted break, by its file and buf's message."""
+    if not ACCEPTED.exists():
+        return {}
+    accepted = {}
+    for entry in tomllib.loads(ACCEPTED.read_text())["accepted"]:
+        if not entry["reason"].strip():
+            sys.exit(f"{ACCEPTED}: the entry of {entry['date']} gives no reason")
+        for message in entry["breaks"]:
+            accepted[entry["file"], message] = str(entry["date"])
+    return accepted
+
+
 def main() -> int:
     """Runs the comparison; returns the exit status."""
     base = find_base()
@@ -64,7 +102,16 @@ def main() -> int:
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         print(f"buf breaking: against {name} ({commit[:12]})", flush=True)
-        return subprocess.run([BUF, "breaking", "--against", folder], check=False).returncode
+        breaks = find_breaks(folder)
+    accepted = accepted_breaks()
+    status = 0
+    for each in breaks:
+        date = accepted.get((each["path"], each["message"]))
+        verdict = f"accepted on {date}" if date else "breaks clients"
+        print(f"{each['path']}:{each['start_line']}: {verdict}: {each['message']}")
+        if date is None:
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class NamespaceConflict(KVDockError):
 
 
 class UnknownSession(KVDockError):
-    """The session ended or never was."""
+    """No open session has this token."""
 
     default_code = grpc.StatusCode.NOT_FOUND
 

@@ -105,7 +105,7 @@ class Session:
 
     @property
     def id(self) -> int:
-        """The session's id."""
+        """The session's public name, as Status shows it."""
         return self.info.id
 
     @property

@@ -364,6 +364,9 @@ class SessionInfo:
     """What the server told when the session opened."""
 
     id: int
+    """The session's public name, as Status shows it."""
+    token: bytes = field(repr=False)
+    """Stands for the session in calls outside its stream. Whoever has it acts for the session."""
     epoch: int
     server_version: str
     chunk_tokens: int
@@ -381,6 +384,7 @@ class SessionInfo:
         """Reads a message."""
         return cls(
             id=message.session_id,
+            token=message.session_token,
             epoch=message.epoch,
             server_version=message.server_version,
             chunk_tokens=message.chunk_tokens,

@@ -7,7 +7,6 @@ each verb promises.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
+from kvdock_server.ids import new_id
 from kvdock_server.index.chunk import Part
 from kvdock_server.index.index import HitSpan, Index, ReserveStatus, Slot
 from kvdock_server.index.lease import Lease, LeaseTable
@@ -82,7 +82,7 @@ class Core:
         event_log: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.epoch = secrets.randbits(64) or 1
+        self.epoch = new_id()
         self.index = Index(slots)
         self.events: Publisher | None = None
         if event_log is not None:
@@ -376,7 +376,7 @@ class Core:
         slots = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, Slot)}
         if not slots:
             return None
-        reservation = Reservation(secrets.randbits(63) or 1, slots)
+        reservation = Reservation(new_id(taken=self._reservations), slots)
         session.reservations[reservation.reservation_id] = reservation
         self._reservations[reservation.reservation_id] = session
         return reservation

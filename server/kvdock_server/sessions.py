@@ -9,11 +9,13 @@ from enum import Enum
 from itertools import count
 
 from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.ids import new_id
 from kvdock_server.index.index import Slot
 
 DEFAULT_TTL_MS = 30_000
 MIN_TTL_MS = 1_000
 MAX_TTL_MS = 600_000
+TOKEN_BYTES = 16
 
 
 class Role(Enum):
@@ -44,12 +46,15 @@ class Reservation:
 class Session:
     """One connected process. ``last_seen`` is the loop's clock in seconds.
 
+    ``session_id`` is a name for people; ``token`` stands for the session in calls outside its
+    stream, and nobody is shown it but who opened the session.
     ``guard`` is the byte of the pool's file that the process keeps locked while it has the pool
     mapped. ``disowned`` tells that what it reserved will not be committed any more. While it
     ``is_held_up`` nothing of it is read, so that its silence means nothing.
     """
 
     session_id: int
+    token: bytes = field(repr=False)
     engine_id: str
     role: Role
     worker_id: int
@@ -70,12 +75,22 @@ class Session:
         """Chunks that it is writing."""
         return sum(len(reservation.open) for reservation in self.reservations.values())
 
+    def refuse_if_expired(self) -> None:
+        """RequestError (SESSION_EXPIRED) if it was silent for longer than its TTL."""
+        if self.expired:
+            raise RequestError(
+                Reason.SESSION_EXPIRED,
+                f"session {self.session_id} was silent for more than {self.ttl:g} s and lost what "
+                "it held: open another one",
+            )
+
 
 class SessionTable:
     """All sessions of a server."""
 
     def __init__(self) -> None:
         self._sessions: dict[int, Session] = {}
+        self._by_token: dict[bytes, Session] = {}
         self._guards = count()
 
     def __iter__(self) -> Iterator[Session]:
@@ -108,9 +123,9 @@ class SessionTable:
         ttl_ms = ttl_ms or DEFAULT_TTL_MS
         if not MIN_TTL_MS <= ttl_ms <= MAX_TTL_MS:
             raise invalid(f"ttl_ms {ttl_ms}: from {MIN_TTL_MS} to {MAX_TTL_MS}, or 0")
-        session_id = secrets.randbits(63) or 1
         session = Session(
-            session_id=session_id,
+            session_id=new_id(taken=self._sessions),
+            token=secrets.token_bytes(TOKEN_BYTES),
             engine_id=engine_id,
             role=role,
             worker_id=worker_id,
@@ -120,26 +135,23 @@ class SessionTable:
             last_seen=now,
             guard=next(self._guards),
         )
-        self._sessions[session_id] = session
+        self._sessions[session.session_id] = session
+        self._by_token[session.token] = session
         return session
 
     def close(self, session: Session) -> None:
         """Forget a session."""
         self._sessions.pop(session.session_id, None)
+        self._by_token.pop(session.token, None)
 
-    def get(self, session_id: int) -> Session:
+    def with_token(self, token: bytes) -> Session:
         """A live session; RequestError (UNKNOWN_SESSION, SESSION_EXPIRED) otherwise."""
-        session = self._sessions.get(session_id)
+        session = self._by_token.get(token)
         if session is None:
             raise RequestError(
                 Reason.UNKNOWN_SESSION,
-                f"session {session_id} ended or is of another server: open a session and use its "
-                "id",
+                f"no open session has this session_token of {len(token)} bytes: its session ended "
+                "or is of another server; open a session and use its token",
             )
-        if session.expired:
-            raise RequestError(
-                Reason.SESSION_EXPIRED,
-                f"session {session_id} was silent for more than {session.ttl:g} s and lost what it "
-                "held: open another one",
-            )
+        session.refuse_if_expired()
         return session

@@ -38,6 +38,14 @@ def write(folder: Path, proto: str) -> None:
     shutil.copy(REPOSITORY / "buf.yaml", folder)
 
 
+def accept(folder: Path, *messages: str) -> None:
+    breaks = ", ".join(f"'{message}'" for message in messages)
+    (folder / "proto" / "accepted_breaks.toml").write_text(
+        '[[accepted]]\ndate = 2026-11-28\nfile = "proto/a/v1/a.proto"\nreason = "a test"\n'
+        f"breaks = [{breaks}]\n"
+    )
+
+
 def commit(folder: Path, message: str) -> None:
     git(folder, "add", "-A")
     git(folder, "commit", "--allow-empty", "-m", message)
@@ -112,3 +120,29 @@ def test_the_base_can_be_named(clone: Path) -> None:
     done = check(clone, KVDOCK_PROTO_BASE="nowhere")
     assert done.returncode != 0
     assert "no such commit" in done.stderr
+
+
+CHANGED = 'Field "1" with name "name" on message "M" changed type from "string" to "bytes".'
+
+
+def test_an_accepted_break_passes_and_is_listed(clone: Path) -> None:
+    write(clone, AFTER)
+    accept(clone, CHANGED)
+    done = check(clone, KVDOCK_PROTO_BASE="main")
+    assert done.returncode == 0
+    assert f"accepted on 2026-11-28: {CHANGED}" in done.stdout
+
+
+def test_a_break_beside_an_accepted_one_is_found(clone: Path) -> None:
+    write(clone, AFTER.replace("bytes name", "bytes title"))
+    accept(clone, CHANGED.replace('name "name"', 'name "title"'))
+    done = check(clone, KVDOCK_PROTO_BASE="main")
+    assert done.returncode == 1
+    assert "accepted on" in done.stdout
+    assert "breaks clients" in done.stdout
+
+
+def test_an_accepted_break_that_is_not_there_any_more_is_no_error(clone: Path) -> None:
+    accept(clone, CHANGED)
+    done = check(clone, KVDOCK_PROTO_BASE="main")
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1)

@@ -248,7 +248,7 @@ def test_a_commit_twice_or_after_its_session_ended(wire: Wire) -> None:
     commit.chunks[:] = [1]
     error = other.error(commit=commit)
     assert (error.code, error.reason) == (Code.NOT_FOUND.value[0], "UNKNOWN_RESERVATION")
-    commit.session_id = session.opened.session_id
+    commit.session_token = session.opened.session_token
     with raises(Code.NOT_FOUND, "UNKNOWN_SESSION"):
         wire.cache.Commit(commit, timeout=DEADLINE)
     other.close()
@@ -399,8 +399,6 @@ def test_nonsense_on_a_session_leaves_it_open(wire: Wire) -> None:
     assert session.error().code == Code.INVALID_ARGUMENT.value[0]
     again = session_pb2.OpenRequest(engine_id="e", role=1)
     assert session.error(open=again).code == Code.INVALID_ARGUMENT.value[0]
-    foreign = cache_pb2.LookupRequest(session_id=5, namespace="n", keys=[key(1)])
-    assert session.error(lookup=foreign).code == Code.INVALID_ARGUMENT.value[0]
     assert session.ask(heartbeat=session_pb2.HeartbeatRequest()).heartbeat.epoch
     session.close()
 

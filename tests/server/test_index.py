@@ -341,7 +341,7 @@ def test_a_silent_session_loses_its_locks_but_its_memory_stays_out_of_use() -> N
     assert core.index.pinned_parts == 0
     assert core.index.reserved_bytes == PAGE_BYTES
     with pytest.raises(RequestError) as caught:
-        core.sessions.get(writer.session_id)
+        core.sessions.with_token(writer.token)
     assert caught.value.reason is Reason.SESSION_EXPIRED
     assert reservation is not None
     core.close_session(writer)

@@ -68,16 +68,12 @@ class LookupRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     READERS_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
-    session_id: builtins.int
-    """Session of the engine's scheduler, whose life the lease shares. 0: none, the lease lives for
-    ttl_ms. On a session stream, 0 is that stream's session.
-    """
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     readers: builtins.int
@@ -88,6 +84,10 @@ class LookupRequest(google.protobuf.message.Message):
     """True: only look, lock nothing, refresh nothing."""
     ttl_ms: builtins.int
     """Life of a lease without session. 0 means 30,000; at most 600,000. Must be 0 with a session."""
+    session_token: builtins.bytes
+    """Token of the session of the engine's scheduler, whose life the lease shares. Empty: none, the
+    lease lives for ttl_ms; on a session stream, that stream's session.
+    """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of the prompt's chunks from the first on, 32 bytes each. From 1 to 16,384."""
@@ -95,14 +95,14 @@ class LookupRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_id: builtins.int = ...,
         namespace: builtins.str = ...,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         readers: builtins.int = ...,
         probe: builtins.bool = ...,
         ttl_ms: builtins.int = ...,
+        session_token: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace", "probe", b"probe", "readers", b"readers", "session_id", b"session_id", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace", "probe", b"probe", "readers", b"readers", "session_token", b"session_token", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -123,7 +123,7 @@ class LookupResponse(google.protobuf.message.Message):
     hit_chunks: builtins.int
     """How many chunks from the first on can be had. 0: a miss."""
     lease_id: builtins.int
-    """The lease that holds the locks. 0 if there are none (a miss or a probe)."""
+    """The lease that holds the locks. Below 2^53. 0 if there are none (a miss or a probe)."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHit]:
         """For each group what must be loaded. Empty on a miss."""
@@ -174,11 +174,11 @@ class FreeLocksRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
     LOCKS_FIELD_NUMBER: builtins.int
-    session_id: builtins.int
-    """The caller's session. 0: none; then only leases without session can be freed. On a session
-    stream, 0 is that stream's session.
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
+    session_token: builtins.bytes
+    """Token of the caller's session. Empty: none, then only leases without session can be freed; on a
+    session stream, that stream's session.
     """
     @property
     def locks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LockRange]:
@@ -187,10 +187,10 @@ class FreeLocksRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_id: builtins.int = ...,
         locks: collections.abc.Iterable[Global___LockRange] | None = ...,
+        session_token: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["locks", b"locks", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["locks", b"locks", "session_token", b"session_token"]) -> None: ...
 
 Global___FreeLocksRequest: typing_extensions.TypeAlias = FreeLocksRequest
 
@@ -263,14 +263,12 @@ class ReserveRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     GROUP_IDX_FIELD_NUMBER: builtins.int
     PARENT_KEY_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     EVENT_DATA_FIELD_NUMBER: builtins.int
-    session_id: builtins.int
-    """The worker's session. On a session stream, 0 is that stream's session."""
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -279,6 +277,8 @@ class ReserveRequest(google.protobuf.message.Message):
     """Key of the chunk before the first. Empty, or 32 zero bytes, if the first is the first of a
     prompt.
     """
+    session_token: builtins.bytes
+    """Token of the worker's session. Empty on a session stream: that stream's session."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -290,15 +290,15 @@ class ReserveRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_id: builtins.int = ...,
         namespace: builtins.str = ...,
         group_idx: builtins.int | None = ...,
         parent_key: builtins.bytes = ...,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         event_data: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkEventData] | None = ...,
+        session_token: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "session_token", b"session_token"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___ReserveRequest: typing_extensions.TypeAlias = ReserveRequest
@@ -315,7 +315,7 @@ class ReserveResponse(google.protobuf.message.Message):
     epoch: builtins.int
     """The server's epoch."""
     reservation_id: builtins.int
-    """For Commit and Abort. 0 if nothing was reserved."""
+    """For Commit and Abort. Below 2^53. 0 if nothing was reserved."""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
         """One for each key: RESERVED, EXISTS, NO_SPACE or PARENT_MISSING."""
@@ -362,13 +362,13 @@ class CommitRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
     RESERVATION_ID_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
-    session_id: builtins.int
-    """The worker's session. On a session stream, 0 is that stream's session."""
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
     reservation_id: builtins.int
     """From Reserve."""
+    session_token: builtins.bytes
+    """Token of the worker's session. Empty on a session stream: that stream's session."""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Which chunks, as indexes into the keys of Reserve. Empty: all that are still open."""
@@ -376,11 +376,11 @@ class CommitRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_id: builtins.int = ...,
         reservation_id: builtins.int = ...,
         chunks: collections.abc.Iterable[builtins.int] | None = ...,
+        session_token: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "reservation_id", b"reservation_id", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "reservation_id", b"reservation_id", "session_token", b"session_token"]) -> None: ...
 
 Global___CommitRequest: typing_extensions.TypeAlias = CommitRequest
 
@@ -416,19 +416,19 @@ class AbortRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
     RESERVATION_ID_FIELD_NUMBER: builtins.int
-    session_id: builtins.int
-    """The worker's session. On a session stream, 0 is that stream's session."""
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
     reservation_id: builtins.int
     """From Reserve."""
+    session_token: builtins.bytes
+    """Token of the worker's session. Empty on a session stream: that stream's session."""
     def __init__(
         self,
         *,
-        session_id: builtins.int = ...,
         reservation_id: builtins.int = ...,
+        session_token: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reservation_id", b"reservation_id", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reservation_id", b"reservation_id", "session_token", b"session_token"]) -> None: ...
 
 Global___AbortRequest: typing_extensions.TypeAlias = AbortRequest
 
@@ -460,7 +460,6 @@ class StoreRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     GROUP_IDX_FIELD_NUMBER: builtins.int
     PARENT_KEY_FIELD_NUMBER: builtins.int
@@ -470,8 +469,7 @@ class StoreRequest(google.protobuf.message.Message):
     EVENT_DATA_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     DEADLINE_NS_FIELD_NUMBER: builtins.int
-    session_id: builtins.int
-    """The worker's session. On a session stream, 0 is that stream's session."""
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -494,6 +492,8 @@ class StoreRequest(google.protobuf.message.Message):
     read: a server may stand still meanwhile and go on. At most timeout_ms ahead, if that is given.
     0: the worker leaves them until it has the answer.
     """
+    session_token: builtins.bytes
+    """Token of the worker's session. Empty on a session stream: that stream's session."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -511,7 +511,6 @@ class StoreRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_id: builtins.int = ...,
         namespace: builtins.str = ...,
         group_idx: builtins.int | None = ...,
         parent_key: builtins.bytes = ...,
@@ -521,9 +520,10 @@ class StoreRequest(google.protobuf.message.Message):
         event_data: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkEventData] | None = ...,
         timeout_ms: builtins.int = ...,
         deadline_ns: builtins.int = ...,
+        session_token: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "ready_event", b"ready_event", "session_id", b"session_id", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "ready_event", b"ready_event", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
@@ -558,7 +558,6 @@ class RetrieveRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     GROUP_IDX_FIELD_NUMBER: builtins.int
     FIRST_CHUNK_FIELD_NUMBER: builtins.int
@@ -572,10 +571,7 @@ class RetrieveRequest(google.protobuf.message.Message):
     ALSO_FILL_FIELD_NUMBER: builtins.int
     FILLED_BY_FIELD_NUMBER: builtins.int
     DEADLINE_NS_FIELD_NUMBER: builtins.int
-    session_id: builtins.int
-    """The worker's session. 0: none, for a lease without session. On a session stream, 0 is that
-    stream's session.
-    """
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     """From Lookup."""
     group_idx: builtins.int
@@ -615,6 +611,10 @@ class RetrieveRequest(google.protobuf.message.Message):
     Unlike those of a store, a reader's blocks may be written to until the call is answered, the
     server's process has ended, or it has answered RegisterMemory of the reader's next session.
     """
+    session_token: builtins.bytes
+    """Token of the worker's session. Empty: none, for a lease without session; on a session stream,
+    that stream's session.
+    """
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Server mode: the engine's blocks to fill, from block skip_blocks of the first chunk on to the
@@ -637,7 +637,6 @@ class RetrieveRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_id: builtins.int = ...,
         lease_id: builtins.int = ...,
         group_idx: builtins.int | None = ...,
         first_chunk: builtins.int = ...,
@@ -651,9 +650,10 @@ class RetrieveRequest(google.protobuf.message.Message):
         also_fill: collections.abc.Iterable[builtins.int] | None = ...,
         filled_by: builtins.int | None = ...,
         deadline_ns: builtins.int = ...,
+        session_token: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "filled_by", b"filled_by", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_id", b"session_id", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_token", b"session_token", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_filled_by", b"_filled_by"]) -> typing.Literal["filled_by"] | None: ...
     @typing.overload

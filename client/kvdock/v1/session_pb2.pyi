@@ -281,8 +281,9 @@ class OpenResponse(google.protobuf.message.Message):
     SEGMENTS_FIELD_NUMBER: builtins.int
     GUARD_FIELD_NUMBER: builtins.int
     EVENT_LOG_FIELD_NUMBER: builtins.int
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
     session_id: builtins.int
-    """For calls outside this stream."""
+    """The session's public name, in Status, logs and errors; good for nothing else. Below 2^53."""
     epoch: builtins.int
     """The server's epoch."""
     server_version: builtins.str
@@ -300,6 +301,10 @@ class OpenResponse(google.protobuf.message.Message):
     """
     event_log: builtins.bool
     """The server keeps an event log, so it is worth telling what events say of a chunk."""
+    session_token: builtins.bytes
+    """16 random bytes that stand for the session in calls outside this stream. Only the opener is told
+    them. Whoever has them acts for the session, so keep them out of logs.
+    """
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.Segment]:
         """The pool, for those who can map it."""
@@ -315,8 +320,9 @@ class OpenResponse(google.protobuf.message.Message):
         segments: collections.abc.Iterable[kvdock.v1.types_pb2.Segment] | None = ...,
         guard: builtins.int = ...,
         event_log: builtins.bool = ...,
+        session_token: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "event_log", b"event_log", "guard", b"guard", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "event_log", b"event_log", "guard", b"guard", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "session_token", b"session_token", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___OpenResponse: typing_extensions.TypeAlias = OpenResponse
 

@@ -9,6 +9,8 @@ Conventions of the whole protocol:
   * A message never exceeds 4 MiB; what is larger is streamed.
   * Zero or absent means what the field's comment says it means; where it says nothing, zero
     is an ordinary value.
+  * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
+    2^53 - 1: JavaScript, for one, holds no larger integer exactly.
   * A failed call answers with a gRPC status code, a message that says what to do, and a
     google.rpc.ErrorInfo of domain "kvdock" whose reason is one of the names listed at Error.
 """
@@ -379,7 +381,7 @@ class Error(google.protobuf.message.Message):
       INVALID_ARGUMENT_VALUE  a field is out of its limits
       UNKNOWN_NAMESPACE       register the namespace, then repeat
       NAMESPACE_CONFLICT      registered before with other contents
-      UNKNOWN_SESSION         the session ended or never was: open one
+      UNKNOWN_SESSION         no open session has this token: open one
       SESSION_EXPIRED         it was silent for longer than its TTL: open another
       SESSION_REQUIRED        the call needs a session
       FOREIGN_LEASE           the lease belongs to another engine

@@ -9,6 +9,8 @@ Conventions of the whole protocol:
   * A message never exceeds 4 MiB; what is larger is streamed.
   * Zero or absent means what the field's comment says it means; where it says nothing, zero
     is an ordinary value.
+  * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
+    2^53 - 1: JavaScript, for one, holds no larger integer exactly.
   * A failed call answers with a gRPC status code, a message that says what to do, and a
     google.rpc.ErrorInfo of domain "kvdock" whose reason is one of the names listed at Error.
 """

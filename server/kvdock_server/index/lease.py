@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import operator
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvdock_server.errors import Reason, RequestError
+from kvdock_server.ids import new_id
 from kvdock_server.index.chunk import Chunk
 from kvdock_server.index.index import HitSpan, Index
 from kvdock_server.index.namespace_index import NamespaceIndex
@@ -80,8 +80,7 @@ class LeaseTable:
         expires_at: float | None = None,
     ) -> Lease:
         """Lock every part of the spans once for each reader."""
-        # Random, so that a lease of an earlier epoch is unknown instead of somebody else's.
-        lease_id = secrets.randbits(63) or 1
+        lease_id = new_id(taken=self._leases)
         lease = Lease(lease_id, space, owner, engine_id, expires_at, readers)
         for span in spans:
             self._index.pin(span.parts)

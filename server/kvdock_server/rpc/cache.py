@@ -192,9 +192,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             self._core.done_reading(shards)
 
     def _session(self, request: Any) -> Session | None:
-        if not request.session_id:
+        if not request.session_token:
             return None
-        session = self._core.sessions.get(request.session_id)
+        session = self._core.sessions.with_token(request.session_token)
         session.last_seen = self._core.clock()
         return session
 

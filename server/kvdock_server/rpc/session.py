@@ -94,6 +94,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         segment = self._pool.segment
         return pb.OpenResponse(
             session_id=session.session_id,
+            session_token=session.token,
             epoch=self._core.epoch,
             server_version=__version__,
             chunk_tokens=self._chunk_tokens,
@@ -209,9 +210,13 @@ class _SessionStream:
 
     def _check(self, request: pb.SessionRequest, kind: str | None) -> None:
         """Note the sign of life; RequestError if the session expired or another one is named."""
-        session = self._core.sessions.get(self._session.session_id)
+        session = self._session
+        session.refuse_if_expired()
         session.last_seen = self._core.clock()
         message = getattr(request, kind) if kind else None
-        named = getattr(message, "session_id", 0)
-        if named not in (0, session.session_id):
-            raise invalid(f"session_id {named} on the stream of session {session.session_id}")
+        if getattr(message, "session_token", b"") not in (b"", session.token):
+            raise RequestError(
+                Reason.UNKNOWN_SESSION,
+                f"session_token is not that of session {session.session_id}, whose stream this is: "
+                "leave it empty on a stream",
+            )
