@@ -11,7 +11,7 @@ from kvdock.types import GroupKind
 from kvdock_vllm.groups import GroupShape
 from kvdock_vllm.keys import CacheScope
 from kvdock_vllm.metadata import StoreOutcome, StoreSpec, Target
-from kvdock_vllm.records import Record
+from kvdock_vllm.records import ExtraTokens, Record
 from kvdock_vllm.stores import Stores
 
 CHUNK = 32
@@ -25,7 +25,7 @@ def record() -> Record:
     """Five chunks: a window's blocks 101 to 110, those of full attention 201 to 220."""
     tokens = list(range(5 * CHUNK))
     request: Any = SimpleNamespace(request_id="r", all_token_ids=tokens)
-    return Record(request, [list(range(101, 111)), list(range(201, 221))])
+    return Record(request, ExtraTokens(), [list(range(101, 111)), list(range(201, 221))])
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from kvdock import Client, Session
 from kvdock.errors import ServerError
@@ -49,7 +50,7 @@ from kvdock_vllm.metadata import (
 from kvdock_vllm.metrics import Stats
 from kvdock_vllm.namespace import derive_namespace, model_facts
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.records import Record
+from kvdock_vllm.records import ExtraTokens, Record, prompt_id
 from kvdock_vllm.stores import Stores
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class SchedulerHalf:
         self._breaker = Breaker()
         self._stats = Stats()
         self._records: dict[str, Record] = {}
+        # Each as long as the records of its samples.
+        self._extras: WeakValueDictionary[str, ExtraTokens] = WeakValueDictionary()
         self._loads: dict[str, Load] = {}
         self._stores = Stores(
             self._shapes,
@@ -284,7 +287,8 @@ class SchedulerHalf:
         record = self._records.get(request.request_id)
         if record is None:
             tables: list[list[int]] = [[] for _ in self._shapes]
-            record = self._records[request.request_id] = Record(request, tables)
+            extra = self._extras.setdefault(prompt_id(request.request_id), ExtraTokens())
+            record = self._records[request.request_id] = Record(request, extra, tables)
         return record
 
     def _ask(self, record: Record) -> Lookup | None:
@@ -375,7 +379,9 @@ class SchedulerHalf:
             return
         if not record.admitted:
             record.admitted = True
-            record.extra_tokens = load.loaded_tokens
+            record.extra.note(load.loaded_tokens)
+            if load.has_failed:
+                _correct_vllms_count(record.request, load.loaded_tokens)
         if load.has_failed:
             record.bypass = True
             good_chunks = (load.first_token + load.loaded_tokens) // max(1, record.chunk_tokens)
@@ -629,4 +635,11 @@ def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any] | N
     asked = request.kv_transfer_params
     if not isinstance(asked, Mapping):
         return None
-    return {key: record.extra_tokens for key in EXTRA_TOKENS_KEYS if key in asked} or None
+    return {key: record.extra.loaded for key in EXTRA_TOKENS_KEYS if key in asked} or None
+
+
+def _correct_vllms_count(request: Request, loaded_tokens: int) -> None:
+    """vLLM counts as cached what it was promised, also where it was not to be had."""
+    stats = request.prefill_stats
+    if stats is not None:
+        stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, loaded_tokens)
