@@ -215,6 +215,11 @@ class SimulatedEngine:
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.groups = groups
         self.kv_cache_config = kv_cache_config(num_blocks, groups, mla=mla)
+        if hasattr(self.kv_cache_config, "prefix_cache_retention_interval"):
+            # Of what windows leave behind vLLM then caches no more than it does by default.
+            self.kv_cache_config.prefix_cache_retention_interval = (
+                self.config.cache_config.prefix_cache_retention_interval
+            )
         block_tokens, hash_tokens = resolve_kv_cache_block_sizes(self.kv_cache_config, self.config)
         self.ranks = [
             _Rank(self.config, self.kv_cache_config, groups, rank, mla)
@@ -354,6 +359,8 @@ class SimulatedEngine:
         """
         while self._pending:
             self._process(*self._pending.popleft())
+        if self.connector._of_scheduler._holds.job_ids:
+            return False
         manager = self.scheduler.kv_cache_manager
         waiting = set(self.scheduler.requests.values()) - set(self.scheduler.running)
         if any(any(manager.get_block_ids(request.request_id)) for request in waiting):

@@ -286,7 +286,45 @@ def test_it_is_told_under_the_keys_that_ask(
     assert case.answers["r"] == (dict.fromkeys(keys, extra) or None)
 
 
-def test_vllms_own_count_of_cached_tokens_has_both_parts(case: Case) -> None:
-    the_engine_has_a_part(case)
+@pytest.mark.parametrize(
+    ("happens", "cached"),
+    [
+        (nothing_stored, 0),
+        (full_hit, 4 * C),
+        (the_engine_has_a_part, 5 * C),
+        (load_failed_in_part, 4 * C),
+        (load_failed_in_whole, 0),
+        (load_beyond_the_engines_own_failed_in_part, 3 * C),
+        (server_lost_before_the_load, 0),
+    ],
+)
+def test_vllms_own_count_of_cached_tokens(
+    case: Case, happens: Callable[[Case], None], cached: int
+) -> None:
+    happens(case)
     case.engine.run()
-    assert case.engine.outcomes["r"].num_cached_tokens == 5 * C
+    assert case.engine.outcomes["r"].num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("ends_last", ["1_r", "0_r"])
+def test_all_samples_of_a_prompt_are_told_what_one_of_them_loaded(
+    case: Case, ends_last: str
+) -> None:
+    # vLLM makes a request of each sample, and tells what the last one to end was told.
+    tokens = prompt(4 * C + 1)
+    case.store(tokens)
+    lengths = {"0_r": 6, "1_r": 6, ends_last: 12}
+    engine = case.engine
+    engine.add("1_r", tokens, max_tokens=lengths["1_r"], kv_transfer_params=BOTH)
+    while not engine.outcomes["1_r"].tokens:
+        engine.step()
+    # It finds in the engine what the other has loaded.
+    engine.add("0_r", tokens, max_tokens=lengths["0_r"], kv_transfer_params=BOTH)
+    engine.add("other", tokens, kv_transfer_params=BOTH)
+    engine.run()
+    assert list(case.answers)[-1] == ends_last
+    assert case.answers["0_r"] == case.answers["1_r"] == {OURS: 4 * C, THEIRS: 4 * C}
+    assert case.answers["other"] == {OURS: 0, THEIRS: 0}, "another request with the same prompt"
+    # Of a prompt that has ended nothing is left.
+    engine.generate(tokens, "2_r", kv_transfer_params=BOTH)
+    assert case.answers["2_r"] == {OURS: 0, THEIRS: 0}

@@ -5,6 +5,8 @@ Null blocks are looked for in all loads and stores by the simulated engine itsel
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -23,8 +25,11 @@ from simulator import Layers, SimulatedEngine
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvdock import Client
+from kvdock_vllm import stores as stores_module
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.connector import KVDockConnector
+from kvdock_vllm.lookup import State
+from kvdock_vllm.transfers import SharedTransfers
 
 pytestmark = pytest.mark.skipif(
     not issubclass(KVDockConnector, SupportsHMA),
@@ -233,6 +238,57 @@ def test_blocks_that_a_window_left_behind_while_a_store_reads_them(
             # Whatever is there is right: the engine checks the bytes.
             other.forget()
             other.generate(whole[: chunks * C + 3])
+
+
+def test_what_windows_left_behind_is_stored_by_a_store_that_begins_late(
+    start_engine: StartEngine, kvdock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_store = threading.Event()
+    real = SharedTransfers.store
+
+    def late(self: SharedTransfers, *arguments: Any) -> Any:
+        assert may_store.wait(60)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(SharedTransfers, "store", late)
+    monkeypatch.setattr(worker_module, "_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(stores_module, "_RETRY_SECONDS", 0.0)
+    groups = (FULL, Layers(16, window=2 * C), Layers(16, window=2 * C))
+    engine = start_engine(groups=groups, max_num_batched_tokens=1024, num_blocks=400)
+    prompts = [prompt(6 * C + 1, seed=1), prompt(6 * C + 2, seed=2), prompt(2 * C + 47, seed=3)]
+    for n, tokens in enumerate(prompts):
+        engine.add(f"r{n}", tokens, max_tokens=8)
+    records = engine.connector._of_scheduler._records.values()
+    wait([record.lookup._future for record in records if record.lookup is not None])
+    # All are computed in one step. Then the last one gets blocks for what it generates: vLLM gives
+    # out first what windows have left behind last, which is its own first chunk.
+    while len(engine.outcomes["r2"].tokens) < 5:
+        engine.step()
+    may_store.set()
+    engine.run()
+    assert status(kvdock).index.parts == 3 * (6 + 6 + 2)
+    other = start_engine(groups=groups)
+    for tokens in prompts:
+        outcome = other.generate(tokens, kv_transfer_params=ASK)
+        assert extra(outcome) == len(tokens) // C * C
+
+
+def test_a_chunk_that_becomes_complete_before_its_request_is_answered(
+    start_engine: StartEngine,
+) -> None:
+    groups = (FULL, Layers(16, window=C))
+    engine = start_engine(groups=groups)
+    engine.generate(prompt(3 * C - 6))
+    # The engine has it all, and does not wait for the answer, which does not come.
+    engine.add("r", prompt(3 * C - 6), max_tokens=40)
+    lookup = engine.connector._of_scheduler._records["r"].lookup
+    assert lookup is not None
+    lookup.close()
+    lookup.state, lookup._future = State.ASKED, Future()
+    engine.run()
+    whole = prompt(3 * C - 6) + engine.outcomes["r"].tokens
+    warm = start_engine(groups=groups).generate(whole, kv_transfer_params=ASK)
+    assert extra(warm) == 3 * C
 
 
 @pytest.mark.parametrize("model_name", SOME)

@@ -11,7 +11,7 @@ from kvdock.types import GroupKind
 from kvdock_vllm.groups import GroupShape
 from kvdock_vllm.keys import CacheScope
 from kvdock_vllm.metadata import StoreOutcome, StoreSpec, Target
-from kvdock_vllm.records import Record
+from kvdock_vllm.records import ExtraTokens, Record
 from kvdock_vllm.stores import Stores
 
 CHUNK = 32
@@ -25,7 +25,7 @@ def record() -> Record:
     """Five chunks: a window's blocks 101 to 110, those of full attention 201 to 220."""
     tokens = list(range(5 * CHUNK))
     request: Any = SimpleNamespace(request_id="r", all_token_ids=tokens)
-    return Record(request, [list(range(101, 111)), list(range(201, 221))])
+    return Record(request, ExtraTokens(), [list(range(101, 111)), list(range(201, 221))])
 
 
 @pytest.fixture
@@ -96,6 +96,39 @@ def test_what_was_refused_is_offered_again_as_far_as_it_is_there(
     assert stores.plan(record, 5 * CHUNK, TARGET) is None, "not at once"
     now += 2
     assert chunks(stores.plan(record, 5 * CHUNK, TARGET)) == {1: (1, 4), 0: (3, 2)}
+
+
+def test_what_was_refused_is_offered_at_once_when_its_request_ends(
+    stores: Stores, record: Record
+) -> None:
+    spec = stores.plan(record, 5 * CHUNK, TARGET)
+    assert spec is not None
+    assert stores.note(spec.job_id, StoreOutcome(workers=1, refused_from=2))
+    assert stores.plan(record, 5 * CHUNK, TARGET) is None
+    assert chunks(stores.plan(record, 5 * CHUNK, TARGET, is_last=True)) == {1: (2, 3), 0: (2, 3)}
+
+
+def test_what_windows_leave_behind_while_it_is_read(stores: Stores, record: Record) -> None:
+    request: Any = record.request
+    request.num_computed_tokens = 0
+    request.is_finished = lambda: False
+    first = stores.plan(record, 2 * CHUNK, TARGET)
+    second = stores.plan(record, 4 * CHUNK, TARGET, held_from=2 * CHUNK)
+    assert first is not None
+    assert second is not None
+    # The window behind 54 tokens begins in the first block, behind 55 in the second, and so on.
+    for computed, left in ((54, {}), (55, {first.job_id: [101]}), (71, {first.job_id: [101, 102]})):
+        assert stores.leaving({"r": computed}) == left
+    request.num_computed_tokens = 4 * CHUNK
+    assert stores.leaving({}) == {first.job_id: [101, 102, 103, 104], second.job_id: [105]}
+    assert stores.leaving({"r": 10}) == {
+        first.job_id: [101, 102, 103, 104],
+        second.job_id: [105, 106],
+    }
+    assert stores.note(first.job_id, StoreOutcome(workers=1, refused_from=None))
+    assert stores.leaving({}) == {second.job_id: [105]}
+    record.jobs.clear()
+    assert stores.leaving({}) == {}, "a preempted request's blocks are not its own"
 
 
 def test_the_stores_that_read_a_block(stores: Stores, record: Record) -> None:

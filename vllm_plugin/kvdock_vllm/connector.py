@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -225,6 +226,10 @@ class KVDockConnector(KVConnectorBase_V1):
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         self.set_xfer_handshake_metadata(metadata)
+
+    @_never_raises(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._of_scheduler.bind_block_pool(gpu_block_pool)
 
     @_never_raises(_nothing)
     def on_new_request(self, request: Request) -> None:

@@ -53,6 +53,12 @@ class GroupShape:
             return 0
         return max(0, num_tokens - self.window_tokens + 1) // self.block_tokens
 
+    def left_behind_at(self, block: int) -> int:
+        """With how many computed tokens the block of that index is not needed any more, where there
+        is a window.
+        """
+        return (block + 1) * self.block_tokens + self.window_tokens - 1
+
     def needed_blocks(self, first_token: int, num_tokens: int) -> range:
         """Of those, the ones that have tokens from ``first_token`` on."""
         first = max(first_token // self.block_tokens, self.first_needed_block(num_tokens))

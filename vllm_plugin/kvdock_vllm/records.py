@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,12 +14,38 @@ from kvdock_vllm.lookup import Lookup, State
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_SAMPLE_NUMBER = re.compile(r"\A[0-9]+_")
+
+
+class ExtraTokens:
+    """What the answer to one prompt tells of: its tokens that came from here.
+
+    vLLM makes a request of each sample of a prompt (``n`` > 1), and tells only what the last one to
+    end was told. That one may have found in the engine what another had loaded. So they share this.
+    """
+
+    def __init__(self) -> None:
+        self.loaded = 0
+        """The most that was loaded for one sample."""
+
+    def note(self, tokens: int) -> None:
+        """So many were loaded for a sample."""
+        self.loaded = max(self.loaded, tokens)
+
+
+def prompt_id(request_id: str) -> str:
+    """The same for all samples of a prompt: vLLM numbers them before the prompt's own id
+    (``ParentRequest.get_child_info``).
+    """
+    return _SAMPLE_NUMBER.sub("", request_id)
+
 
 @dataclass(slots=True)
 class Record:
     """One request."""
 
     request: Request
+    extra: ExtraTokens
     tables: list[list[int]]
     """For each group of the model the request's blocks, as vLLM told them last. A block that its
     group does not need any more may have become another's since."""
@@ -35,9 +62,7 @@ class Record:
     jobs: set[int] = field(default_factory=set)
     """Stores under way that read the request's blocks."""
     admitted: bool = False
-    """vLLM has decided once how much of the request it loads."""
-    extra_tokens: int = 0
-    """Of that first decision, what was really loaded."""
+    """vLLM has decided once how much of the request it loads: what became of that is counted."""
     chunk_tokens: int = 0
     """Of the keys; 0 before the first."""
     _chain: KeyChain | None = None

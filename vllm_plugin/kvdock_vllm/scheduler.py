@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from kvdock import Client, Session
 from kvdock.errors import ServerError
@@ -33,6 +34,7 @@ from kvdock_vllm.autostart import Autostart
 from kvdock_vllm.config import Config
 from kvdock_vllm.events import Relay, Teller, publishes_events
 from kvdock_vllm.groups import GroupShape, fitting_chunk_tokens
+from kvdock_vllm.holds import Holds
 from kvdock_vllm.keys import ScopeReader
 from kvdock_vllm.link import Breaker, Link, Live
 from kvdock_vllm.loads import Load, plan_load
@@ -48,12 +50,13 @@ from kvdock_vllm.metadata import (
 from kvdock_vllm.metrics import Stats
 from kvdock_vllm.namespace import derive_namespace, model_facts
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.records import Record
+from kvdock_vllm.records import ExtraTokens, Record, prompt_id
 from kvdock_vllm.stores import Stores
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -127,6 +130,8 @@ class SchedulerHalf:
         self._breaker = Breaker()
         self._stats = Stats()
         self._records: dict[str, Record] = {}
+        # Each as long as the records of its samples.
+        self._extras: WeakValueDictionary[str, ExtraTokens] = WeakValueDictionary()
         self._loads: dict[str, Load] = {}
         self._stores = Stores(
             self._shapes,
@@ -134,6 +139,7 @@ class SchedulerHalf:
             Teller(vllm_config, kv_cache_config),
             workers=self._strategy.world_size,
         )
+        self._holds = Holds()
         self._stores_at_the_end = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.steps_alone else 0.0
         self._idle_seconds = self._idle_wait
@@ -148,6 +154,10 @@ class SchedulerHalf:
         self._clears_wanted = 0
         self._clears_done = 0
         self._stale_jobs: set[int] = set()
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """Takes vLLM's pool of blocks."""
+        self._holds.bind(pool)
 
     # -- connection -----------------------------------------------------------------------------
 
@@ -277,7 +287,8 @@ class SchedulerHalf:
         record = self._records.get(request.request_id)
         if record is None:
             tables: list[list[int]] = [[] for _ in self._shapes]
-            record = self._records[request.request_id] = Record(request, tables)
+            extra = self._extras.setdefault(prompt_id(request.request_id), ExtraTokens())
+            record = self._records[request.request_id] = Record(request, extra, tables)
         return record
 
     def _ask(self, record: Record) -> Lookup | None:
@@ -306,19 +317,15 @@ class SchedulerHalf:
         if seconds > 0:
             self._idle_seconds -= time.monotonic() - began
 
-    def _note_answer(self, record: Record) -> bool:
-        """Ends the lookup of a request that loads nothing, once it is answered: the answer says
-        what need not be stored. False while it is awaited.
-        """
+    def _note_answer(self, record: Record) -> None:
+        """Ends the lookup of a request that loads nothing, once it is answered."""
         lookup = record.lookup
         if lookup is None:
-            return True
+            return
         self._poll(lookup)
-        if lookup.state is State.ASKED:
-            return False
-        record.take_lookup()
-        lookup.close()
-        return True
+        if lookup.state is not State.ASKED:
+            record.take_lookup()
+            lookup.close()
 
     def _count(self, lookup: Lookup) -> None:
         """Notes how a lookup ended."""
@@ -372,7 +379,9 @@ class SchedulerHalf:
             return
         if not record.admitted:
             record.admitted = True
-            record.extra_tokens = load.loaded_tokens
+            record.extra.note(load.loaded_tokens)
+            if load.has_failed:
+                _correct_vllms_count(record.request, load.loaded_tokens)
         if load.has_failed:
             record.bypass = True
             good_chunks = (load.first_token + load.loaded_tokens) // max(1, record.chunk_tokens)
@@ -403,6 +412,7 @@ class SchedulerHalf:
         try:
             self._track_blocks(scheduler_output)
             metadata.stores += self._plan_stores(scheduler_output)
+            self._holds.renew(self._stores.leaving(scheduler_output.num_scheduled_tokens))
         except Exception:
             _log.exception("planning what to store failed")
         return metadata
@@ -413,8 +423,9 @@ class SchedulerHalf:
         live = self._live()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             record = self._records.get(request_id)
-            if record is None or not self._note_answer(record):
+            if record is None:
                 continue
+            self._note_answer(record)
             if live is None or self._stores_at_the_end:
                 continue
             request = record.request
@@ -427,13 +438,25 @@ class SchedulerHalf:
         return specs
 
     def _plan_store(
-        self, record: Record, num_tokens: int, target: Target, *, held_from: int = 0
+        self,
+        record: Record,
+        num_tokens: int,
+        target: Target,
+        *,
+        held_from: int = 0,
+        is_last: bool = False,
     ) -> StoreSpec | None:
         if record.is_of_before:
             return None
         if not self._config.save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
-        return self._stores.plan(record, num_tokens, target, held_from=held_from)
+        if (awaited := record.lookup) is not None:
+            # The answer says what need not be stored; but nothing of a chunk that was not asked
+            # for, which may be gone when it comes: from a window, or with its request.
+            if num_tokens < awaited.most_tokens + target.chunk_tokens:
+                return None
+            record.forget_lookup()
+        return self._stores.plan(record, num_tokens, target, held_from=held_from, is_last=is_last)
 
     def _track_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Follows which blocks each request has."""
@@ -485,6 +508,7 @@ class SchedulerHalf:
                 self.describe_workers(report.descriptions, at_start=False)
             for job_id, outcome in report.stores.items():
                 if self._stores.note(job_id, outcome):
+                    self._holds.release(job_id)
                     self._note_stale(job_id)
         if output.invalid_block_ids:
             for load in self._loads.values():
@@ -504,25 +528,33 @@ class SchedulerHalf:
         record = self._records.pop(request.request_id, None)
         if record is None:
             return False, None
-        is_known = self._note_answer(record)
-        record.forget_lookup()
         answer = _extra_tokens_answer(request, record)
-        if request.request_id in self._loads:
-            # vLLM waits for the end of the load by itself.
-            return False, answer
-        live = self._live()
-        if live is not None and is_known and _ended_by_itself(request):
-            # The last chunk may have become known only with the last step's tokens. The last token
-            # itself was never computed.
-            num_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
-            record.set_tables(block_ids)
-            spec = self._plan_store(record, num_tokens, live.prepared)
-            if spec is not None:
-                self._new_stores.append(spec)
-        if not record.jobs:
+        # vLLM waits for the end of a load by itself.
+        is_loading = request.request_id in self._loads
+        self._note_answer(record)
+        try:
+            if not is_loading and _ended_by_itself(request):
+                self._plan_last_store(record, block_ids)
+        finally:
+            record.forget_lookup()
+        if is_loading or not record.jobs:
             return False, answer
         self._new_finished.append(request.request_id)
         return True, answer
+
+    def _plan_last_store(self, record: Record, block_ids: Sequence[Sequence[int]]) -> None:
+        """Of a request that has ended: the last chunk may have become known only with the last
+        step's tokens. The last token itself was never computed.
+        """
+        live = self._live()
+        if live is None:
+            return
+        request = record.request
+        num_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
+        record.set_tables(block_ids)
+        spec = self._plan_store(record, num_tokens, live.prepared, is_last=True)
+        if spec is not None:
+            self._new_stores.append(spec)
 
     def reset_cache(self) -> bool:
         """Drops everything that is stored for this model, on the server as well.
@@ -603,4 +635,11 @@ def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any] | N
     asked = request.kv_transfer_params
     if not isinstance(asked, Mapping):
         return None
-    return {key: record.extra_tokens for key in EXTRA_TOKENS_KEYS if key in asked} or None
+    return {key: record.extra.loaded for key in EXTRA_TOKENS_KEYS if key in asked} or None
+
+
+def _correct_vllms_count(request: Request, loaded_tokens: int) -> None:
+    """vLLM counts as cached what it was promised, also where it was not to be had."""
+    stats = request.prefill_stats
+    if stats is not None:
+        stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, loaded_tokens)

@@ -6,14 +6,15 @@ may be gone, when a store is offered again that was refused; then the other grou
 without it, and no hit ends there.
 
 A store reads blocks for a while after the step. Blocks of a finished request vLLM holds for it.
-Those of a preempted one, and those that a window has left behind, it gives to others. So each step
-names the stores whose blocks are about to be written into, and the workers end them before.
+Those of a preempted one it gives to others, and those that a window has left behind as well, though
+last of all (holds.py). So each step names the stores whose blocks are about to be written into, and
+the workers end them before.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from kvdock.types import GroupKind
@@ -33,6 +34,8 @@ class _Job:
 
     record: Record
     block_ids: frozenset[int]
+    of_windows: tuple[tuple[int, int], ...]
+    """Those of windows, each behind the number of computed tokens with which it is left behind."""
     workers: int
     """How many have not yet reported."""
 
@@ -60,18 +63,27 @@ class Stores:
         return self._jobs.keys()
 
     def plan(
-        self, record: Record, num_tokens: int, target: Target, *, held_from: int = 0
+        self,
+        record: Record,
+        num_tokens: int,
+        target: Target,
+        *,
+        held_from: int = 0,
+        is_last: bool = False,
     ) -> StoreSpec | None:
         """The store of what is complete within a request's first ``num_tokens`` tokens and was not
         offered yet, if there is any.
 
         ``held_from`` is the number of tokens of which windows may have left behind what they do not
-        need any more; 0: the record's tables say so themselves.
+        need any more; 0: the record's tables say so themselves. ``is_last``: the request has ended,
+        and what was refused cannot be offered later.
         """
         if record.stored_epoch != target.epoch:
             record.stored_epoch, record.stored_chunks = target.epoch, 0
         first, chunk_tokens = record.stored_chunks, target.chunk_tokens
-        if num_tokens < (first + 1) * chunk_tokens or time.monotonic() < record.retry_at:
+        if num_tokens < (first + 1) * chunk_tokens:
+            return None
+        if time.monotonic() < record.retry_at and not is_last:
             return None
         keys = record.keys(self._scopes, num_tokens, chunk_tokens)
         complete = (
@@ -93,7 +105,8 @@ class Stores:
         job_id = self._num_jobs
         record.jobs.add(job_id)
         block_ids = frozenset(block for group in groups for block in group.block_ids)
-        self._jobs[job_id] = _Job(record, block_ids, self._workers)
+        of_windows = tuple(self._of_windows(groups, chunk_tokens))
+        self._jobs[job_id] = _Job(record, block_ids, of_windows, self._workers)
         return StoreSpec(job_id, record.request.request_id, groups, target)
 
     def _group_store(
@@ -130,12 +143,45 @@ class Stores:
             else (),
         )
 
+    def _of_windows(
+        self, groups: Iterable[GroupStore], chunk_tokens: int
+    ) -> Iterator[tuple[int, int]]:
+        """The blocks that windows leave behind, each behind the number of computed tokens with
+        which they do.
+        """
+        for group in groups:
+            shape = self._shapes[group.position]
+            if not shape.window_tokens:
+                continue
+            chunks = range(group.first_chunk, group.first_chunk + len(group.keys))
+            parts = (shape.part(chunk, chunk_tokens) for chunk in chunks)
+            indices = (index for part in parts for index in range(part.start, part.stop))
+            yield from zip(map(shape.left_behind_at, indices), group.block_ids, strict=True)
+
     def reading(self, block_ids: Iterable[int]) -> list[int]:
         """The stores that read any of these blocks."""
         written = set(block_ids)
         return [
             job_id for job_id, job in self._jobs.items() if not job.block_ids.isdisjoint(written)
         ]
+
+    def leaving(self, num_scheduled: Mapping[str, int]) -> dict[int, list[int]]:
+        """For each store the blocks that it reads and that the windows of its request leave behind
+        with the next step, or have left behind. ``num_scheduled`` are the tokens that this step
+        computes, by request.
+        """
+        found: dict[int, list[int]] = {}
+        for job_id, job in self._jobs.items():
+            request = job.record.request
+            # What a preempted request's stores read is not its own any more; and vLLM keeps what a
+            # finished one's read.
+            if not job.of_windows or job_id not in job.record.jobs or request.is_finished():
+                continue
+            computed = request.num_computed_tokens + num_scheduled.get(request.request_id, 0)
+            blocks = [block for left_at, block in job.of_windows if left_at <= computed]
+            if blocks:
+                found[job_id] = blocks
+        return found
 
     def note(self, job_id: int, outcome: StoreOutcome) -> bool:
         """Some workers are done with a store. True if all are now."""
