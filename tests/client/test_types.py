@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdock.types import (
+    ChunkEventData,
     ChunkStatus,
     Group,
     GroupKind,
@@ -31,6 +32,13 @@ namespaces = st.builds(
     groups=st.lists(groups, min_size=1, max_size=4).map(tuple),
     labels=st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3),
 )
+extra_values = st.text(max_size=4) | st.binary(max_size=4) | st.integers(-(1 << 63), (1 << 63) - 1)
+extra_keys = extra_values | st.lists(extra_values, max_size=3).map(tuple)
+event_data = st.builds(
+    ChunkEventData,
+    block_hashes=st.lists(st.binary(max_size=4), max_size=3).map(tuple),
+    extra_keys=st.lists(st.lists(extra_keys, max_size=3).map(tuple), max_size=3).map(tuple),
+)
 
 
 @given(namespaces)
@@ -38,6 +46,29 @@ def test_a_namespace_survives_the_wire(namespace: Namespace) -> None:
     wire = namespace.to_proto().SerializeToString()
 
     assert Namespace.from_proto(type(namespace.to_proto()).FromString(wire)) == namespace
+
+
+@given(event_data)
+def test_event_data_survives_the_wire(data: ChunkEventData) -> None:
+    wire = data.to_proto().SerializeToString()
+
+    assert ChunkEventData.from_proto(types_pb2.ChunkEventData.FromString(wire)) == data
+
+
+@pytest.mark.parametrize("key", [None, True, 1.5, 1 << 63, "\ud800", ["a"], (("a",),), (None,)])
+def test_an_extra_key_that_would_not_arrive_as_it_is_is_refused(key: object) -> None:
+    with pytest.raises(ValueError, match=r"extra key|out of range|surrogates"):
+        ChunkEventData(extra_keys=((key,),)).to_proto()  # type: ignore[arg-type]
+
+
+def test_an_extra_key_that_only_a_newer_client_tells_is_none() -> None:
+    message = types_pb2.ChunkEventData(extra_keys=[types_pb2.ExtraKeys()])
+    keys = message.extra_keys[0].keys
+    keys.add().MergeFromString(b"\x18\x01")  # field 3
+    keys.add(value=types_pb2.ExtraValue())
+    keys.add(tuple=types_pb2.ExtraTuple(values=[types_pb2.ExtraValue(text="a"), {}]))
+
+    assert ChunkEventData.from_proto(message).extra_keys == ((None, None, ("a", None)),)
 
 
 def test_no_group_and_group_0_differ() -> None:

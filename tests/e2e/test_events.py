@@ -20,8 +20,9 @@ import msgspec
 import pytest
 import zmq
 from enginekit import EngineProcess, Request
-from modelkit import DeepseekV2, Gemma3, Llama, Shape, make_checkpoint, random_prompt
+from modelkit import DeepseekV2, Gemma3, Llama, Shape, make_adapter, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
+from tests.eventkit import assert_differ_in_place_only, decode, stored_blocks
 
 from kvdock import Client
 from kvdock.keys import chunk_keys
@@ -106,6 +107,8 @@ class Subscriber:
         self._socket.subscribe("")
         self._next: int | None = None
         self.heard = Heard()
+        self.events: list[Any] = []
+        """What came, in vLLM's own types."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -122,6 +125,7 @@ class Subscriber:
             (number,) = struct.unpack(">q", sequence)
             assert self._next in (None, number)
             self._next = number + 1
+            self.events += decode(payload)
             _, events, *_ = msgspec.msgpack.decode(payload)
             for event in events:
                 self._take(event)
@@ -191,10 +195,10 @@ def external(block: Any, case: Case) -> Any:
 
 @contextlib.contextmanager
 def watched(
-    folder: Path, case: Case, prompts: Sequence[list[int]]
+    folder: Path, case: Case, prompts: Sequence[list[int]], **more: Any
 ) -> Iterator[tuple[Any, Client, Subscriber, EngineProcess]]:
     """A server, its client, who hears an engine's events, and the engine, asked these prompts."""
-    arguments = {"block_size": case.block}
+    arguments: dict[str, Any] = {"block_size": case.block, **more}
     environment = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0" if case.as_bytes else "1"}
     if case.ranks > 1:
         arguments["tensor_parallel_size"] = case.ranks
@@ -248,7 +252,7 @@ def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
         for event in heard.stored:
             if event["medium"] == "CPU":
                 assert event["kv_cache_spec_kind"] == case.kind
-                assert event.get("group_idx") is None
+                assert event.get("group_idx") == 0
 
         # Evicted by the server, in part and in whole.
         client.evict(1)
@@ -352,3 +356,26 @@ def test_consumers_see_each_group_of_a_hybrid_model(tmp_path: Path, window: int)
             2,
         }
         assert "ERROR" not in engine.log_text
+
+
+def test_a_block_is_told_as_the_engine_tells_it(tmp_path: Path) -> None:
+    shape = Llama()
+    adapter = make_adapter(tmp_path / "an adapter", shape, seed=1)
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    prompt = random_prompt(2 * CHUNK + 40, seed=1)
+    requests = [
+        Request(prompt, max_tokens=8),
+        Request(prompt, max_tokens=8, cache_salt="a salt"),
+        Request(prompt, max_tokens=8, lora=str(adapter)),
+    ]
+    with watched(tmp_path, Case(shape, 32), (), **lora) as (_, _, subscriber, engine):
+        for request in requests:
+            engine.generate(request)
+        blocks = 3 * 2 * CHUNK // 32
+        until(engine, subscriber, lambda heard: len(heard.on("CPU")) == blocks, "all on the CPU")
+        ours = stored_blocks(subscriber.events, "CPU")
+        assert_differ_in_place_only(ours, stored_blocks(subscriber.events, "GPU"))
+        told = Counter(block["extra_keys"] for block in ours.values())
+        a_third = blocks // 3
+        assert told == {None: 2 * a_third - 1, ("a salt",): 1, ("an adapter",): a_third}
+        assert {block["lora_id"] for block in ours.values()} == {None, 1}

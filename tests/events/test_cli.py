@@ -34,7 +34,11 @@ def client(server_with_log: Any) -> Iterator[Client]:
 
 
 def put(client: Client, *keys: bytes) -> None:
-    told = [ChunkEventData((key[:8],), b"", bytes(64), 16, "adapter", "scheme") for key in keys]
+    extra_keys = (("adapter", ("a picture", -2), b"\xff"),)
+    told = [
+        ChunkEventData((key[:8],), b"", bytes(64), 16, "adapter", "scheme", extra_keys)
+        for key in keys
+    ]
     client.put("n", keys, [bytes(SHARD)] * len(keys), event_data=told)
 
 
@@ -84,6 +88,7 @@ def test_json_lines_from_a_snapshot_and_resumed_at_any_of_them(
         "block_size": 16,
         "lora_name": "adapter",
         "hash_scheme": "scheme",
+        "extra_keys": [["adapter", ["a picture", -2], {"hex": "ff"}]],
     }
     assert first[0]["cursor"] is None
     client.evict(SHARD)

@@ -42,7 +42,9 @@ def prompt(*path: int) -> list[bytes]:
 
 
 def data(one: bytes, token_bytes: int = 64) -> ChunkEventData:
-    return ChunkEventData((one[:8], one[8:]), b"parent", bytes(token_bytes), 8, "adapter")
+    extra_keys = (("adapter", ("a picture", -3), one), ())
+    hashes = one[:8], one[8:]
+    return ChunkEventData(hashes, b"parent", bytes(token_bytes), 8, "adapter", "", extra_keys)
 
 
 def put(client: Client, keys: list[bytes], name: str = "n", **more: int) -> None:
@@ -129,6 +131,9 @@ def test_an_event_says_everything_that_was_told(client: Client) -> None:
     )
     assert isinstance(second, Stored)
     assert (second.key, second.parent_key, second.sequence) == (key(1, 2), key(1), 2)
+    (snapshot, *_) = read(client, "snapshot")
+    assert isinstance(snapshot, SnapshotPiece)
+    assert snapshot.stored == (first, second)
     client.evict(SHARD)
     (gone,) = events(read(client, cursor))
     assert gone == Removed(3, "n", key(1, 2), (key(1, 2)[:8], key(1, 2)[8:]), Medium.CPU, None)

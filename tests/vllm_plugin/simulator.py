@@ -36,6 +36,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
@@ -64,6 +66,7 @@ BLOCK_TOKENS = 16
 CHUNK_TOKENS = 64
 _LAYERS_A_GROUP = 3
 _PAGE_BYTES = 2048
+_PICTURE_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,9 @@ class SimulatedEngine:
             hash_block_size=hash_tokens,
             log_stats=True,
         )
+        # Pictures cost no more than tokens here, whatever the model is.
+        self.scheduler.max_num_encoder_input_tokens = _PICTURE_TOKENS
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(_PICTURE_TOKENS)
         connector: Any = self.scheduler.connector
         self.connector: KVDockConnector = connector
         descriptions = [_pickled(rank.connector.get_handshake_metadata()) for rank in self.ranks]
@@ -267,13 +273,17 @@ class SimulatedEngine:
         kv_transfer_params: dict[str, Any] | None = None,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        mm_features: list[MultiModalFeatureSpec] | None = None,
+        prompt_embeds: torch.Tensor | None = None,
         **sampling: Any,
     ) -> Request:
-        """Gives the scheduler a request."""
+        """Gives the scheduler a request. Embeddings stand for as many of the prompt's tokens."""
         extra = None if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}
         request = Request(
             request_id=name,
-            prompt_token_ids=list(prompt),
+            prompt_token_ids=list(prompt) if prompt_embeds is None else None,
+            prompt_embeds=prompt_embeds,
+            mm_features=mm_features,
             sampling_params=SamplingParams(
                 max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **sampling
             ),

@@ -13,21 +13,23 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvdock import ChunkEventData, GroupKind
 from kvdock.events import Medium, Removed, Stored
-from kvdock_vllm.events import GroupLabel, Teller, _Published
+from kvdock_vllm.events import Adapter, GroupLabel, Teller, _Published
 from kvdock_vllm.groups import GroupShape
 
 SCHEME = "this engine's"
 BLOCKS_OF_8 = GroupShape(None, GroupKind.FULL_ATTENTION, 8, ("layer",))
 LABELS = {
-    None: GroupLabel("full_attention", None),
-    0: GroupLabel("full_attention", None),
-    1: GroupLabel("sliding_window", 128),
+    None: GroupLabel(0, "full_attention", None),
+    0: GroupLabel(0, "full_attention", None),
+    1: GroupLabel(1, "sliding_window", 128),
 }
 FIRST, SECOND, THIRD = b"1" * 32, b"2" * 32, b"3" * 32
 
 
-def data(*hashes: bytes, scheme: str = SCHEME, parent: bytes = b"") -> ChunkEventData:
-    return ChunkEventData(hashes, parent, bytes(range(8)) * len(hashes), 2, "adapter", scheme)
+def data(
+    *hashes: bytes, scheme: str = SCHEME, parent: bytes = b"", adapter: str = "adapter", **more: Any
+) -> ChunkEventData:
+    return ChunkEventData(hashes, parent, bytes(range(8)) * len(hashes), 2, adapter, scheme, **more)
 
 
 def stored(key: bytes, told: ChunkEventData | None, group_idx: int | None = None) -> Stored:
@@ -41,7 +43,10 @@ def removed(key: bytes, group_idx: int | None = None) -> Removed:
 
 @pytest.fixture
 def published() -> _Published:
-    return _Published(lambda: SCHEME, LABELS)
+    """Of an engine that has an adapter, to which it gave number 5."""
+    published = _Published(lambda: SCHEME, LABELS)
+    published.know_adapter("adapter", Adapter(5, SCHEME))
+    return published
 
 
 def take(published: _Published) -> list[Any]:
@@ -53,16 +58,18 @@ def names(hashes: Sequence[bytes]) -> list[Any]:
 
 
 def test_an_event_has_vllms_fields(published: _Published) -> None:
-    published.note([stored(b"a", data(FIRST, SECOND, parent=THIRD), 1)])
+    told = data(FIRST, SECOND, parent=THIRD, extra_keys=(("adapter", ("pic", -3), b"\xff"), ()))
+    published.note([stored(b"a", told, 1)])
     (event,) = take(published)
     assert event == BlockStored(
         block_hashes=names([FIRST, SECOND]),
         parent_block_hash=names([THIRD])[0],
         token_ids=[0x03020100, 0x07060504] * 2,
         block_size=2,
-        lora_id=None,
+        lora_id=5,
         medium="CPU",
         lora_name="adapter",
+        extra_keys=[("adapter", ("pic", -3), b"\xff"), None],
         group_idx=1,
         kv_cache_spec_kind="sliding_window",
         kv_cache_spec_sliding_window=128,
@@ -77,20 +84,75 @@ def test_an_event_has_vllms_fields(published: _Published) -> None:
     assert take(published) == []
 
 
-def test_absent_group_0_and_1_stay_apart_through_vllms_msgpack(published: _Published) -> None:
-    groups = (None, 0, 1)
+def test_blocks_without_extra_keys_are_told_as_vllm_tells_them(published: _Published) -> None:
+    published.note([stored(b"a", data(FIRST, SECOND))])
+    (event,) = take(published)
+    assert event.extra_keys == [None, None]
+
+
+@pytest.mark.parametrize("extra_keys", [((),), ((), (), ()), ((), (None,)), ((), (("a", None),))])
+def test_what_was_told_in_a_way_that_is_not_known_is_left_out(
+    published: _Published, extra_keys: Any
+) -> None:
+    published.note([stored(b"a", data(FIRST, SECOND, extra_keys=extra_keys))])
+    assert take(published) == []
+    published.note([removed(b"a")])
+    assert take(published) == []
+
+
+def test_what_has_an_adapter_waits_until_the_engine_has_it(published: _Published) -> None:
+    parent, child = data(FIRST, adapter="new"), data(SECOND, parent=FIRST, adapter="new")
+    gone = data(THIRD, adapter="new")
+    published.note([stored(b"p", parent), stored(b"c", child), stored(b"g", gone)])
+    published.note([stored(b"o", data(THIRD, adapter="another"))])
+    assert take(published) == []
+    published.note([removed(b"g")])
+    published.know_adapter("new", Adapter(9, SCHEME))
+    told = take(published)
+    assert [(event.block_hashes, event.lora_id) for event in told] == [
+        (names([FIRST]), 9),
+        (names([SECOND]), 9),
+    ]
+    published.know_adapter("new", Adapter(9, SCHEME))
+    assert take(published) == []
+
+
+def test_what_has_other_weights_than_the_engines_adapter_is_left_out(published: _Published) -> None:
+    published.note([stored(b"p", data(FIRST)), stored(b"c", data(SECOND, parent=FIRST))])
+    assert len(take(published)) == 2
+    published.know_adapter("adapter", Adapter(6, "other weights"))
+    gone = take(published)
+    assert [event.block_hashes for event in gone] == [names([SECOND]), names([FIRST])]
+    published.know_adapter("adapter", None)
+    assert take(published) == []
+    published.know_adapter("adapter", Adapter(7, SCHEME))
+    come = take(published)
+    assert [event.block_hashes for event in come] == [names([FIRST]), names([SECOND])]
+    assert {event.lora_id for event in come} == {7}
+
+
+def test_the_only_group_is_vllms_group_0(published: _Published) -> None:
+    published.note([stored(b"a", data(FIRST), None)])
+    (come,) = take(published)
+    published.note([removed(b"a", None)])
+    (gone,) = take(published)
+    assert (come.group_idx, gone.group_idx) == (0, 0)
+
+
+def test_groups_0_and_1_stay_apart_through_vllms_msgpack(published: _Published) -> None:
+    groups = (0, 1)
     published.note([stored(b"a", data(FIRST), group_idx) for group_idx in groups])
     events = take(published)
     published.note([removed(b"a", 0)])
     events += take(published)
     encoded = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
     decoded = msgspec.msgpack.decode(encoded, type=KVEventBatch).events
-    assert [event.group_idx for event in decoded] == [None, 0, 1, 0]
+    assert [event.group_idx for event in decoded] == [0, 1, 0]
     # As consumers index: by group and hash.
-    index = {(event.group_idx, event.block_hashes[0]) for event in decoded[:3]}
-    assert len(index) == 3
-    index.discard((decoded[3].group_idx, decoded[3].block_hashes[0]))
-    assert {group_idx for group_idx, _ in index} == {None, 1}
+    index = {(event.group_idx, event.block_hashes[0]) for event in decoded[:2]}
+    assert len(index) == 2
+    index.discard((decoded[2].group_idx, decoded[2].block_hashes[0]))
+    assert {group_idx for group_idx, _ in index} == {1}
 
 
 def test_a_hash_of_two_parts_goes_with_the_last_of_them(published: _Published) -> None:
@@ -165,31 +227,33 @@ class _Teller(Teller):
     def __init__(self, hash_tokens: int) -> None:
         self._hash_tokens = hash_tokens
         self._scheme = SCHEME
+        self._said_left_out = False
 
 
-def request(tokens: int, hash_tokens: int) -> Any:
+def request(tokens: int, hash_tokens: int, **more: Any) -> Any:
     hashes = [number.to_bytes(32, "big") for number in range(1, tokens // hash_tokens + 1)]
+    nothing = {"lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None}
     return SimpleNamespace(
-        block_hashes=hashes, all_token_ids=list(range(tokens)), lora_request=None
+        block_hashes=hashes, all_token_ids=list(range(tokens)), **(nothing | more)
     )
 
 
 def test_what_is_told_of_chunks() -> None:
     asked = request(70, hash_tokens=8)
-    second, third = _Teller(8).tell(asked, BLOCKS_OF_8, 1, 3, 16)
+    second, third = _Teller(8).tell(asked, None, BLOCKS_OF_8, 1, 3, 16)
     assert second.block_hashes == tuple(asked.block_hashes[2:4])
     assert second.parent_block_hash == asked.block_hashes[1]
     assert third.block_hashes == tuple(asked.block_hashes[4:6])
     assert third.token_ids == b"".join(n.to_bytes(4, "little") for n in range(32, 48))
     assert (third.block_size, third.lora_name, third.hash_scheme) == (8, "", SCHEME)
-    (first,) = _Teller(8).tell(asked, BLOCKS_OF_8, 0, 1, 16)
+    (first,) = _Teller(8).tell(asked, None, BLOCKS_OF_8, 0, 1, 16)
     assert first.parent_block_hash == b""
 
 
 def test_of_a_window_only_what_is_stored_is_told() -> None:
     asked = request(70, hash_tokens=4)
     shape = GroupShape(1, GroupKind.SLIDING_WINDOW, 8, ("layer",), window_tokens=10)
-    first, second = _Teller(4).tell(asked, shape, 0, 2, 32)
+    first, second = _Teller(4).tell(asked, None, shape, 0, 2, 32)
     # The last two of each chunk's four blocks.
     assert first.block_hashes == (asked.block_hashes[5], asked.block_hashes[7])
     assert first.parent_block_hash == asked.block_hashes[3]
@@ -199,13 +263,39 @@ def test_of_a_window_only_what_is_stored_is_told() -> None:
 
 def test_a_larger_block_has_the_hash_of_its_end() -> None:
     asked = request(70, hash_tokens=4)
-    (second,) = _Teller(4).tell(asked, BLOCKS_OF_8, 1, 2, 16)
+    (second,) = _Teller(4).tell(asked, None, BLOCKS_OF_8, 1, 2, 16)
     assert second.block_hashes == (asked.block_hashes[5], asked.block_hashes[7])
     assert second.parent_block_hash == asked.block_hashes[3]
 
 
 def test_nothing_is_told_of_what_is_not_hashed() -> None:
     asked = request(31, hash_tokens=8)
-    assert len(_Teller(8).tell(asked, BLOCKS_OF_8, 0, 1, 16)) == 1
-    assert _Teller(8).tell(asked, BLOCKS_OF_8, 0, 2, 16) == ()
-    assert _Teller(16).tell(asked, BLOCKS_OF_8, 0, 1, 16) == ()
+    assert len(_Teller(8).tell(asked, None, BLOCKS_OF_8, 0, 1, 16)) == 1
+    assert _Teller(8).tell(asked, None, BLOCKS_OF_8, 0, 2, 16) == ()
+    assert _Teller(16).tell(asked, None, BLOCKS_OF_8, 0, 1, 16) == ()
+
+
+def test_what_is_told_beside_the_tokens_is_of_the_whole_block() -> None:
+    asked = request(70, hash_tokens=4, cache_salt="salt")
+    first, second = _Teller(4).tell(asked, None, BLOCKS_OF_8, 0, 2, 16)
+    assert first.extra_keys == (("salt",), ())
+    assert second.extra_keys == ()
+
+
+@pytest.mark.parametrize("salt", ["x" * (1 << 20), "\ud800", 1.5])
+def test_a_chunk_that_cannot_be_told_exactly_is_stored_untold(
+    salt: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = request(70, hash_tokens=8, cache_salt=salt)
+    first, second = _Teller(8).tell(asked, None, BLOCKS_OF_8, 0, 2, 16)
+    assert first == ChunkEventData()
+    assert second.block_hashes == tuple(asked.block_hashes[2:4])
+    assert "leave out" in caplog.text
+
+
+def test_what_one_store_tells_leaves_room_in_its_message() -> None:
+    chunks, chunk_tokens = 1_000, 1_024
+    asked = request(chunks * chunk_tokens, hash_tokens=8)
+    told = _Teller(8).tell(asked, None, BLOCKS_OF_8, 0, chunks, chunk_tokens)
+    assert len(told) == chunks
+    assert 2 << 20 < sum(one.to_proto().ByteSize() for one in told) < 4 << 20

@@ -9,11 +9,13 @@ server or a cleared cache are nothing special: the difference is published.
 
 Consumers know a block by its hash. A hash is published as stored when the first part that has it
 comes and as removed when the last one goes. Hashes that another engine made in another way are not
-this engine's and are left out.
+this engine's and are left out, and so is what cannot be told exactly as vLLM tells it: a consumer
+would take a block for another prompt's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 import threading
@@ -23,11 +25,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.address import Address
 from kvdock.errors import KVDockError, NoEventLog
 from kvdock.events import Filter, Follower, Index, PartId, Removed, Stored
+from kvdock.keys import LoRA
 from kvdock.types import ChunkEventData
 from kvdock_vllm import affinity
 from kvdock_vllm.groups import GroupShape
@@ -48,6 +51,11 @@ _JOIN_SECONDS = 3.0
 # Parts that one step publishes at most, so that a large snapshot holds up no step.
 _PARTS_A_STEP = 100
 
+# What may be told of one chunk, by the protocol's limit, and of all chunks of one store, so that
+# its message stays below 4 MiB. No store may fail for what it tells.
+_MOST_CHUNK_BYTES = 1 << 20
+_MOST_STORE_BYTES = 3 << 20
+
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
     """Whether this engine was told to publish KV events."""
@@ -66,6 +74,20 @@ def hash_scheme(vllm_config: VllmConfig) -> str:
     return f"vllm-{version}/{algorithm}/{bytes(kv_cache_utils.NONE_HASH).hex()[:16]}"
 
 
+def adapter_scheme(scheme: str, request: Request, adapter: LoRA) -> str:
+    """Of the hashes of a request with an adapter.
+
+    vLLM hashes an adapter's name, in later versions its path as well, and not what stands there.
+    So other weights are another way to make hashes: what has them this engine could not load.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, 0, 0)
+    hashed = keys[0] if keys else None
+    content = hashlib.sha256(repr((hashed, adapter.source)).encode())
+    return f"{scheme}/{content.hexdigest()[:16]}"
+
+
 class Teller:
     """Says what events are to tell of a request's chunks."""
 
@@ -75,13 +97,21 @@ class Teller:
         self._vllm_config = vllm_config
         _, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._scheme: str | None = None
+        self._said_left_out = False
 
     def tell(
-        self, request: Request, shape: GroupShape, first: int, end: int, chunk_tokens: int
+        self,
+        request: Request,
+        adapter: LoRA | None,
+        shape: GroupShape,
+        first: int,
+        end: int,
+        chunk_tokens: int,
     ) -> tuple[ChunkEventData, ...]:
-        """Of one group's parts of chunks [first, end) of a request.
+        """Of one group's parts of chunks [first, end) of a request with that adapter.
 
-        Nothing at all if vLLM has not hashed them all, or not in a way that fits.
+        Nothing at all if vLLM has not hashed them all, or not in a way that fits. Of a chunk that
+        cannot be told as vLLM tells it an empty description, which nobody publishes.
         """
         block_tokens = shape.block_tokens
         step = block_tokens // self._hash_tokens
@@ -91,28 +121,78 @@ class Teller:
             return ()
         if self._scheme is None:
             self._scheme = hash_scheme(self._vllm_config)
-        lora_name = request.lora_request.lora_name if request.lora_request is not None else ""
+        scheme, lora_name = self._scheme, ""
+        if adapter is not None:
+            scheme, lora_name = adapter_scheme(scheme, request, adapter), adapter.name
         told = []
+        room = _MOST_STORE_BYTES
         for chunk in range(first, end):
             part = shape.part(chunk, chunk_tokens)
             tokens = request.all_token_ids[part.start * block_tokens : part.stop * block_tokens]
-            told.append(
-                ChunkEventData(
-                    block_hashes=tuple(map(bytes, hashes[part])),
-                    parent_block_hash=bytes(hashes[part.start - 1]) if part.start else b"",
-                    token_ids=_to_bytes(tokens),
-                    block_size=block_tokens,
-                    lora_name=lora_name,
-                    hash_scheme=self._scheme,
-                )
+            data = ChunkEventData(
+                block_hashes=tuple(map(bytes, hashes[part])),
+                parent_block_hash=bytes(hashes[part.start - 1]) if part.start else b"",
+                token_ids=_to_bytes(tokens),
+                block_size=block_tokens,
+                lora_name=lora_name,
+                hash_scheme=scheme,
+                extra_keys=_extra_keys(request, part, block_tokens),
             )
+            nbytes = self._message_bytes(data, min(room, _MOST_CHUNK_BYTES))
+            room -= nbytes
+            told.append(data if nbytes else ChunkEventData())
         return tuple(told)
+
+    def _message_bytes(self, data: ChunkEventData, most: int) -> int:
+        """The size of the message; 0 if the protocol has none for it, or it is larger than that."""
+        try:
+            nbytes = data.to_proto().ByteSize()
+            if nbytes <= most:
+                return nbytes
+            why = f"it takes {nbytes:,} bytes, and {most:,} are left"
+        except ValueError as error:
+            why = str(error)
+        if not self._said_left_out:
+            self._said_left_out = True
+            _log.warning("KV events leave out chunks of which not all can be told: %s", why)
+        return 0
+
+
+def _extra_keys(request: Request, blocks: slice, block_tokens: int) -> tuple[tuple[Any, ...], ...]:
+    """What vLLM's own events tell of each of these blocks beside its tokens: adapter, pictures,
+    salt, prompt embeddings. Empty if no block has any.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    hashed: list[tuple[Any, ...] | None] = []
+    picture = 0
+    for block in range(blocks.start, blocks.stop):
+        begin = block * block_tokens
+        keys, picture = kv_cache_utils.generate_block_hash_extra_keys(
+            request, begin, begin + block_tokens, picture
+        )
+        hashed.append(keys)
+    if not any(hashed):
+        return ()
+    # From 0.32 on vLLM hashes more than it publishes: what each key is, and the adapter's path.
+    published: Any = getattr(kv_cache_utils, "to_event_extra_keys", list)
+    return tuple(keys or () for keys in published(hashed))
+
+
+class Adapter(NamedTuple):
+    """An adapter as the engine has it."""
+
+    lora_id: int
+    """The engine's number for it."""
+    scheme: str
+    """How the hashes of its blocks are made."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLabel:
-    """How vLLM's own events name the kind of a group."""
+    """How vLLM's own events name a group."""
 
+    index: int
     kind: str | None
     sliding_window: int | None
 
@@ -127,6 +207,7 @@ class Relay:
         labels: Mapping[int | None, GroupLabel],
     ) -> None:
         self._address = address
+        self._scheme = scheme
         self._published = _Published(scheme, labels)
         self._follower: Follower | None = None
         self._thread: threading.Thread | None = None
@@ -140,10 +221,10 @@ class Relay:
         """The relay of one engine. Connects to nothing yet."""
         groups = kv_cache_config.kv_cache_groups
         labels: dict[int | None, GroupLabel] = {
-            index: _label(group.kv_cache_spec) for index, group in enumerate(groups)
+            index: _label(index, group.kv_cache_spec) for index, group in enumerate(groups)
         }
         if len(groups) == 1:
-            # Where there is only one group KVDock has none.
+            # Where there is only one group KVDock has none, and vLLM calls it 0.
             labels[None] = labels[0]
         return cls(address, lambda: hash_scheme(vllm_config), labels)
 
@@ -172,6 +253,16 @@ class Relay:
             target=self._run, args=(self._follower,), name="kvdock-events", daemon=True
         )
         self._thread.start()
+
+    def know_adapter(self, request: Request, adapter: LoRA | None) -> None:
+        """The engine has the adapter of this request; None: it is not cached."""
+        lora = request.lora_request
+        if lora is None:
+            return
+        known = None
+        if adapter is not None:
+            known = Adapter(lora.adapter_id, adapter_scheme(self._scheme(), request, adapter))
+        self._published.know_adapter(lora.lora_name, known)
 
     def take(self) -> list[KVCacheEvent]:
         """What is to be published next; the rest comes with later steps. Never waits."""
@@ -216,6 +307,9 @@ class _Published:
     Kept as the difference of two states, not as a queue: a part that comes and goes while the
     engine takes no step costs nothing. Parts in ``_changed`` stand in the order of their last
     change, so parents are stored before their children and removed after them.
+
+    What other engines stored with an adapter waits until this engine has that adapter: consumers
+    may know it by the number that each engine gives it.
     """
 
     def __init__(self, scheme: Callable[[], str], labels: Mapping[int | None, GroupLabel]) -> None:
@@ -227,6 +321,9 @@ class _Published:
         self._changed: dict[PartId, None] = {}
         # How many of the parts that were told of have a hash, by group and hash.
         self._holders: Counter[tuple[int | None, bytes]] = Counter()
+        # The engine's adapters, by name, and the names of those that are new.
+        self._adapters: dict[str, Adapter | None] = {}
+        self._new_adapters: set[str] = set()
 
     def note(self, changes: Sequence[Stored | Removed]) -> None:
         """What the server has has changed."""
@@ -239,11 +336,18 @@ class _Published:
                 self._changed.pop(change.id, None)
                 self._changed[change.id] = None
 
+    def know_adapter(self, name: str, adapter: Adapter | None) -> None:
+        """The engine has this adapter. Called on the thread that takes."""
+        if self._adapters.get(name) != adapter:
+            self._adapters[name] = adapter
+            self._new_adapters.add(name)
+
     def take(self) -> list[KVCacheEvent]:
         """The next events. Empty while somebody else is at it, rather than waiting."""
-        if not self._changed or not self._lock.acquire(blocking=False):
+        if not (self._changed or self._new_adapters) or not self._lock.acquire(blocking=False):
             return []
         try:
+            self._look_again_at_parts_of_new_adapters()
             events: list[KVCacheEvent] = []
             for part_id in list(islice(self._changed, _PARTS_A_STEP)):
                 del self._changed[part_id]
@@ -252,28 +356,51 @@ class _Published:
         finally:
             self._lock.release()
 
+    def _look_again_at_parts_of_new_adapters(self) -> None:
+        new, self._new_adapters = self._new_adapters, set()
+        if not new:
+            return
+        parts = [
+            part_id
+            for part_id, part in self._there.items()
+            if part.data is not None and part.data.lora_name in new
+        ]
+        told = [part_id for part_id in parts if part_id in self._told]
+        for part_id in (*reversed(told), *parts):
+            self._changed.setdefault(part_id)
+
     def _difference(self, part_id: PartId) -> list[KVCacheEvent]:
         events: list[KVCacheEvent] = []
-        part = self._there.get(part_id)
-        data = part.data if part is not None else None
-        if data is not None and (not data.block_hashes or data.hash_scheme != self._scheme()):
-            data = None
+        label = self._labels.get(part_id.group_idx)
+        data = self._publishable(part_id)
         told = self._told.get(part_id)
-        if told == data:
+        if told == data or label is None:
             return events
-        group_idx = part_id.group_idx
         if told is not None:
             del self._told[part_id]
-            gone = self._count(group_idx, told.block_hashes, -1)
+            gone = self._count(label.index, told.block_hashes, -1)
             if gone:
-                events.append(_removed(gone, group_idx))
+                events.append(_removed(gone, label))
         if data is not None:
             self._told[part_id] = data
-            if self._count(group_idx, data.block_hashes, 1):
-                events.append(_stored(data, group_idx, self._labels.get(group_idx)))
+            if self._count(label.index, data.block_hashes, 1):
+                events.append(_stored(data, label, self._adapters.get(data.lora_name)))
         return events
 
-    def _count(self, group_idx: int | None, hashes: Sequence[bytes], by: int) -> list[bytes]:
+    def _publishable(self, part_id: PartId) -> ChunkEventData | None:
+        """What is to be told of a part. None if it is not there, or not known as vLLM tells it."""
+        part = self._there.get(part_id)
+        data = part.data if part is not None else None
+        if data is None or not data.block_hashes:
+            return None
+        scheme: str | None = self._scheme()
+        if data.lora_name:
+            adapter = self._adapters.get(data.lora_name)
+            scheme = adapter.scheme if adapter else None
+        is_known = data.hash_scheme == scheme and _has_all_extra_keys(data)
+        return data if is_known else None
+
+    def _count(self, group_idx: int, hashes: Sequence[bytes], by: int) -> list[bytes]:
         """The hashes that the first part has now, or none any more."""
         turned = []
         for one in hashes:
@@ -286,7 +413,15 @@ class _Published:
         return turned
 
 
-def _stored(data: ChunkEventData, group_idx: int | None, label: GroupLabel | None) -> KVCacheEvent:
+def _has_all_extra_keys(data: ChunkEventData) -> bool:
+    """False if some are missing, or a newer client told them in a way that is not known here."""
+    if len(data.extra_keys) not in (0, len(data.block_hashes)):
+        return False
+    keys = (key for of_block in data.extra_keys for key in of_block)
+    return not any(None in (key if isinstance(key, tuple) else (key,)) for key in keys)
+
+
+def _stored(data: ChunkEventData, label: GroupLabel, adapter: Adapter | None) -> KVCacheEvent:
     from vllm.distributed import kv_events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -297,18 +432,19 @@ def _stored(data: ChunkEventData, group_idx: int | None, label: GroupLabel | Non
         "parent_block_hash": convert(parent) if parent else None,
         "token_ids": _from_bytes(data.token_ids),
         "block_size": data.block_size,
-        "lora_id": None,
+        "lora_id": adapter.lora_id if adapter else None,
         "medium": _medium(),
         "lora_name": data.lora_name or None,
-        "group_idx": group_idx,
-        "kv_cache_spec_kind": label.kind if label else None,
-        "kv_cache_spec_sliding_window": label.sliding_window if label else None,
+        "extra_keys": [keys or None for keys in data.extra_keys or [()] * len(data.block_hashes)],
+        "group_idx": label.index,
+        "kv_cache_spec_kind": label.kind,
+        "kv_cache_spec_sliding_window": label.sliding_window,
         "locality": "LOCAL",
     }
     return _make(kv_events.BlockStored, fields)
 
 
-def _removed(hashes: Sequence[bytes], group_idx: int | None) -> KVCacheEvent:
+def _removed(hashes: Sequence[bytes], label: GroupLabel) -> KVCacheEvent:
     from vllm.distributed import kv_events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -316,7 +452,7 @@ def _removed(hashes: Sequence[bytes], group_idx: int | None) -> KVCacheEvent:
     fields = {
         "block_hashes": [convert(one) for one in hashes],
         "medium": _medium(),
-        "group_idx": group_idx,
+        "group_idx": label.index,
         "locality": "LOCAL",
     }
     return _make(kv_events.BlockRemoved, fields)
@@ -335,7 +471,7 @@ def _medium() -> str:
     return str(getattr(kv_events, "MEDIUM_CPU", "CPU"))
 
 
-def _label(spec: Any) -> GroupLabel:
+def _label(index: int, spec: Any) -> GroupLabel:
     """As vLLM labels its own events, in versions that do."""
     try:
         from vllm.v1.kv_cache_interface import (
@@ -343,9 +479,9 @@ def _label(spec: Any) -> GroupLabel:
             get_kv_cache_spec_sliding_window,
         )
     except ImportError:
-        return GroupLabel(None, None)
+        return GroupLabel(index, None, None)
     return GroupLabel(
-        str(get_kv_cache_spec_kind(spec).value), get_kv_cache_spec_sliding_window(spec)
+        index, str(get_kv_cache_spec_kind(spec).value), get_kv_cache_spec_sliding_window(spec)
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvdock.keys import KeyChain
+from kvdock.keys import KeyChain, LoRA
 from kvdock_vllm.keys import ScopeReader
 from kvdock_vllm.lookup import Lookup, State
 
@@ -65,6 +65,8 @@ class Record:
     """vLLM has decided once how much of the request it loads: what became of that is counted."""
     chunk_tokens: int = 0
     """Of the keys; 0 before the first."""
+    adapter: LoRA | None = None
+    """What the keys say of the request's adapter. None before the first, and if it has none."""
     _chain: KeyChain | None = None
     _limit: int | None = None
 
@@ -73,6 +75,7 @@ class Record:
         if self._chain is None or self.chunk_tokens != chunk_tokens:
             scope = scopes.scope(self.request, chunk_tokens)
             self._limit = scope.limit
+            self.adapter = next((one for one in scope.extras if isinstance(one, LoRA)), None)
             self._chain = KeyChain(chunk_tokens, scope.extras)
             self.chunk_tokens = chunk_tokens
         if self._limit is not None:

@@ -300,6 +300,8 @@ class SchedulerHalf:
         if any(shape.lacks_a_block_for_the_last_token for shape in self._shapes):
             num_tokens -= 1
         keys = record.keys(self._scopes, num_tokens, live.prepared.chunk_tokens)
+        if self._relay is not None:
+            self._relay.know_adapter(record.request, record.adapter)
         if not keys:
             return None
         return Lookup(

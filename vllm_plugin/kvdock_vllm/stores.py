@@ -138,7 +138,9 @@ class Stores:
             parent=keys[begin - 1] if begin else b"",
             keys=tuple(keys[begin:end]),
             block_ids=tuple(block for part in parts[gone:] for block in table[part]),
-            event_data=self._teller.tell(record.request, shape, begin, end, target.chunk_tokens)
+            event_data=self._teller.tell(
+                record.request, record.adapter, shape, begin, end, target.chunk_tokens
+            )
             if target.event_log
             else (),
         )

@@ -97,9 +97,17 @@ def _print_json(message: Message, event: Event) -> None:
             line["block_size"] = data.block_size
             line["lora_name"] = data.lora_name
             line["hash_scheme"] = data.hash_scheme
+            line["extra_keys"] = _as_json(data.extra_keys)
     if isinstance(event, Removed):
         line["block_hashes"] = [one.hex() for one in event.block_hashes]
     print(json.dumps(line))
+
+
+def _as_json(value: object) -> object:
+    """Extra keys: lists of lists, texts and numbers as they are, bytes as {"hex": ...}."""
+    if isinstance(value, tuple):
+        return [_as_json(one) for one in value]
+    return {"hex": value.hex()} if isinstance(value, bytes) else value
 
 
 def _print_line(message: Message, event: Event) -> None:

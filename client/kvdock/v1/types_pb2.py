@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvdock/v1/types.proto\x12\tkvdock.v1\"\xc9\x01\n\tNamespace\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x06labels\x18\x02 \x03(\x0b\x32 .kvdock.v1.Namespace.LabelsEntry\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12\x15\n\rkv_world_size\x18\x04 \x01(\r\x12 \n\x06groups\x18\x05 \x03(\x0b\x32\x10.kvdock.v1.Group\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"}\n\x05Group\x12\x16\n\tgroup_idx\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvdock.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x03 \x01(\r\x12\x13\n\x0bshard_bytes\x18\x04 \x03(\x04\x42\x0c\n\n_group_idx\"M\n\x07Segment\x12\x12\n\nsegment_id\x18\x01 \x01(\r\x12\x10\n\x08shm_name\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05proof\x18\n \x01(\x0c\">\n\x08Location\x12\x12\n\nsegment_id\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"\x90\x01\n\x0e\x43hunkEventData\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x11\n\tlora_name\x18\x05 \x01(\t\x12\x13\n\x0bhash_scheme\x18\x06 \x01(\t\"6\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t*{\n\x0cTransferMode\x12\x1d\n\x19TRANSFER_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSFER_MODE_SERVER\x10\x01\x12\x18\n\x14TRANSFER_MODE_SHARED\x10\x02\x12\x18\n\x14TRANSFER_MODE_INLINE\x10\x03*\x85\x01\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x1e\n\x1aGROUP_KIND_RECURRENT_STATE\x10\x03*\xa2\x02\n\x0b\x43hunkStatus\x12\x1c\n\x18\x43HUNK_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43HUNK_STATUS_STORED\x10\x01\x12\x19\n\x15\x43HUNK_STATUS_RESERVED\x10\x02\x12\x17\n\x13\x43HUNK_STATUS_EXISTS\x10\x03\x12\x19\n\x15\x43HUNK_STATUS_NO_SPACE\x10\x04\x12\x1f\n\x1b\x43HUNK_STATUS_PARENT_MISSING\x10\x05\x12\x1a\n\x16\x43HUNK_STATUS_RETRIEVED\x10\x06\x12\x1a\n\x16\x43HUNK_STATUS_NOT_FOUND\x10\x07\x12\x1b\n\x17\x43HUNK_STATUS_NOT_LOCKED\x10\x08\x12\x17\n\x13\x43HUNK_STATUS_FAILED\x10\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvdock/v1/types.proto\x12\tkvdock.v1\"\xc9\x01\n\tNamespace\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x06labels\x18\x02 \x03(\x0b\x32 .kvdock.v1.Namespace.LabelsEntry\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12\x15\n\rkv_world_size\x18\x04 \x01(\r\x12 \n\x06groups\x18\x05 \x03(\x0b\x32\x10.kvdock.v1.Group\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"}\n\x05Group\x12\x16\n\tgroup_idx\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvdock.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x03 \x01(\r\x12\x13\n\x0bshard_bytes\x18\x04 \x03(\x04\x42\x0c\n\n_group_idx\"M\n\x07Segment\x12\x12\n\nsegment_id\x18\x01 \x01(\r\x12\x10\n\x08shm_name\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05proof\x18\n \x01(\x0c\">\n\x08Location\x12\x12\n\nsegment_id\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"\xba\x01\n\x0e\x43hunkEventData\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x11\n\tlora_name\x18\x05 \x01(\t\x12\x13\n\x0bhash_scheme\x18\x06 \x01(\t\x12(\n\nextra_keys\x18\x07 \x03(\x0b\x32\x14.kvdock.v1.ExtraKeys\".\n\tExtraKeys\x12!\n\x04keys\x18\x01 \x03(\x0b\x32\x13.kvdock.v1.ExtraKey\"a\n\x08\x45xtraKey\x12&\n\x05value\x18\x01 \x01(\x0b\x32\x15.kvdock.v1.ExtraValueH\x00\x12&\n\x05tuple\x18\x02 \x01(\x0b\x32\x15.kvdock.v1.ExtraTupleH\x00\x42\x05\n\x03key\"3\n\nExtraTuple\x12%\n\x06values\x18\x01 \x03(\x0b\x32\x15.kvdock.v1.ExtraValue\"F\n\nExtraValue\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06number\x18\x02 \x01(\x12H\x00\x12\r\n\x03raw\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05value\"6\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t*{\n\x0cTransferMode\x12\x1d\n\x19TRANSFER_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSFER_MODE_SERVER\x10\x01\x12\x18\n\x14TRANSFER_MODE_SHARED\x10\x02\x12\x18\n\x14TRANSFER_MODE_INLINE\x10\x03*\x85\x01\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x1e\n\x1aGROUP_KIND_RECURRENT_STATE\x10\x03*\xa2\x02\n\x0b\x43hunkStatus\x12\x1c\n\x18\x43HUNK_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43HUNK_STATUS_STORED\x10\x01\x12\x19\n\x15\x43HUNK_STATUS_RESERVED\x10\x02\x12\x17\n\x13\x43HUNK_STATUS_EXISTS\x10\x03\x12\x19\n\x15\x43HUNK_STATUS_NO_SPACE\x10\x04\x12\x1f\n\x1b\x43HUNK_STATUS_PARENT_MISSING\x10\x05\x12\x1a\n\x16\x43HUNK_STATUS_RETRIEVED\x10\x06\x12\x1a\n\x16\x43HUNK_STATUS_NOT_FOUND\x10\x07\x12\x1b\n\x17\x43HUNK_STATUS_NOT_LOCKED\x10\x08\x12\x17\n\x13\x43HUNK_STATUS_FAILED\x10\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NAMESPACE_LABELSENTRY']._loaded_options = None
   _globals['_NAMESPACE_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_TRANSFERMODE']._serialized_start=713
-  _globals['_TRANSFERMODE']._serialized_end=836
-  _globals['_GROUPKIND']._serialized_start=839
-  _globals['_GROUPKIND']._serialized_end=972
-  _globals['_CHUNKSTATUS']._serialized_start=975
-  _globals['_CHUNKSTATUS']._serialized_end=1265
+  _globals['_TRANSFERMODE']._serialized_start=1027
+  _globals['_TRANSFERMODE']._serialized_end=1150
+  _globals['_GROUPKIND']._serialized_start=1153
+  _globals['_GROUPKIND']._serialized_end=1286
+  _globals['_CHUNKSTATUS']._serialized_start=1289
+  _globals['_CHUNKSTATUS']._serialized_end=1579
   _globals['_NAMESPACE']._serialized_start=37
   _globals['_NAMESPACE']._serialized_end=238
   _globals['_NAMESPACE_LABELSENTRY']._serialized_start=193
@@ -50,7 +50,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOCATION']._serialized_start=446
   _globals['_LOCATION']._serialized_end=508
   _globals['_CHUNKEVENTDATA']._serialized_start=511
-  _globals['_CHUNKEVENTDATA']._serialized_end=655
-  _globals['_ERROR']._serialized_start=657
-  _globals['_ERROR']._serialized_end=711
+  _globals['_CHUNKEVENTDATA']._serialized_end=697
+  _globals['_EXTRAKEYS']._serialized_start=699
+  _globals['_EXTRAKEYS']._serialized_end=745
+  _globals['_EXTRAKEY']._serialized_start=747
+  _globals['_EXTRAKEY']._serialized_end=844
+  _globals['_EXTRATUPLE']._serialized_start=846
+  _globals['_EXTRATUPLE']._serialized_end=897
+  _globals['_EXTRAVALUE']._serialized_start=899
+  _globals['_EXTRAVALUE']._serialized_end=969
+  _globals['_ERROR']._serialized_start=971
+  _globals['_ERROR']._serialized_end=1025
 # @@protoc_insertion_point(module_scope)

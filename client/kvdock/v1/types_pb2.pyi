@@ -333,6 +333,7 @@ class ChunkEventData(google.protobuf.message.Message):
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     LORA_NAME_FIELD_NUMBER: builtins.int
     HASH_SCHEME_FIELD_NUMBER: builtins.int
+    EXTRA_KEYS_FIELD_NUMBER: builtins.int
     parent_block_hash: builtins.bytes
     """The engine's hash of the block before the chunk. Empty for the first chunk."""
     token_ids: builtins.bytes
@@ -349,6 +350,12 @@ class ChunkEventData(google.protobuf.message.Message):
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """The engine's own hashes of the chunk's blocks, in order."""
 
+    @property
+    def extra_keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExtraKeys]:
+        """What each block's hash commits to beside the tokens: one for each of block_hashes, or none at
+        all if no block has any.
+        """
+
     def __init__(
         self,
         *,
@@ -358,10 +365,109 @@ class ChunkEventData(google.protobuf.message.Message):
         block_size: builtins.int = ...,
         lora_name: builtins.str = ...,
         hash_scheme: builtins.str = ...,
+        extra_keys: collections.abc.Iterable[Global___ExtraKeys] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "extra_keys", b"extra_keys", "hash_scheme", b"hash_scheme", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash", "token_ids", b"token_ids"]) -> None: ...
 
 Global___ChunkEventData: typing_extensions.TypeAlias = ChunkEventData
+
+@typing.final
+class ExtraKeys(google.protobuf.message.Message):
+    """What the hash of one block commits to beside its tokens: adapter, pictures, cache salt, prompt
+    embeddings. As the engine's own events tell it, in the engine's words and order.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExtraKey]:
+        """None: the hash commits to the tokens alone."""
+
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[Global___ExtraKey] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+
+Global___ExtraKeys: typing_extensions.TypeAlias = ExtraKeys
+
+@typing.final
+class ExtraKey(google.protobuf.message.Message):
+    """One extra key."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: builtins.int
+    TUPLE_FIELD_NUMBER: builtins.int
+    @property
+    def value(self) -> Global___ExtraValue:
+        """A single value, for example an adapter's name, a salt or a digest."""
+
+    @property
+    def tuple(self) -> Global___ExtraTuple:
+        """Several values that belong together, for example a picture's name and where it begins."""
+
+    def __init__(
+        self,
+        *,
+        value: Global___ExtraValue | None = ...,
+        tuple: Global___ExtraTuple | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key", "tuple", b"tuple", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "tuple", b"tuple", "value", b"value"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["key", b"key"]) -> typing.Literal["value", "tuple"] | None: ...
+
+Global___ExtraKey: typing_extensions.TypeAlias = ExtraKey
+
+@typing.final
+class ExtraTuple(google.protobuf.message.Message):
+    """The values of one extra key."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExtraValue]:
+        """In order. Tuples in tuples cannot be told."""
+
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Iterable[Global___ExtraValue] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+
+Global___ExtraTuple: typing_extensions.TypeAlias = ExtraTuple
+
+@typing.final
+class ExtraValue(google.protobuf.message.Message):
+    """One value of an extra key."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    RAW_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """A text."""
+    number: builtins.int
+    """A number. Tokens, where it says where a picture begins, counted from the block's first."""
+    raw: builtins.bytes
+    """Bytes."""
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        number: builtins.int = ...,
+        raw: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["number", b"number", "raw", b"raw", "text", b"text", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "raw", b"raw", "text", b"text", "value", b"value"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["value", b"value"]) -> typing.Literal["text", "number", "raw"] | None: ...
+
+Global___ExtraValue: typing_extensions.TypeAlias = ExtraValue
 
 @typing.final
 class Error(google.protobuf.message.Message):

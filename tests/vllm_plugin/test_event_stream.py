@@ -1,0 +1,160 @@
+"""What an engine publishes of KVDock's cache beside what vLLM publishes of its own: the same blocks
+in the same words, with vLLM's own scheduler, event types and msgpack.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from simkit import C, StartEngine, StartServer, prompt
+from simulator import BLOCK_TOKENS, SimulatedEngine, _sha256
+from tests.eventkit import Block, assert_differ_in_place_only, decode, stored_blocks
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import hash_block_tokens, maybe_convert_block_hash
+
+TOKENS = 3 * C
+PICTURES = [
+    MultiModalFeatureSpec(None, "image", name * 64, PlaceholderRange(offset, length))
+    # Within one block, with another behind it, and over the end of a chunk.
+    for name, offset, length in [("a", 3, 7), ("b", 11, 20), ("c", C - 9, 30)]
+]
+KINDS = ["text", "salt", "adapter", "picture", "embeddings", "several"]
+
+
+def kind_of_prompt(kind: str, tmp_path: Path) -> dict[str, Any]:
+    """What a request of that kind has beside its tokens."""
+    folder = tmp_path / "an adapter"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_text("weights")
+    kinds: dict[str, dict[str, Any]] = {
+        "text": {},
+        "salt": {"cache_salt": "a salt"},
+        "adapter": {"lora": LoRARequest("an adapter", 7, str(folder))},
+        "picture": {"mm_features": PICTURES},
+        "embeddings": {"prompt_embeds": torch.arange(TOKENS * 4.0).reshape(TOKENS, 4)},
+    }
+    several = kinds["salt"] | kinds["adapter"] | kinds["picture"] | kinds["embeddings"]
+    return kinds.get(kind, several)
+
+
+class Publisher:
+    """In place of an engine's publisher: keeps what consumers would have decoded."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.events: list[Any] = []
+        scheduler: Any = engine.scheduler
+        scheduler.kv_event_publisher = self
+
+    def publish(self, batch: KVEventBatch) -> None:
+        self.events += decode(msgspec.msgpack.encode(batch))
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass
+class Watched:
+    """An engine and what it publishes."""
+
+    engine: SimulatedEngine
+    publisher: Publisher
+
+    def blocks(self, medium: str) -> dict[Any, Block]:
+        """What was told as stored there."""
+        return stored_blocks(self.publisher.events, medium)
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        """Has the engine take steps until that is so."""
+        deadline = time.monotonic() + 20
+        while not done():
+            assert time.monotonic() < deadline, f"never {what}: {self.publisher.events}"
+            self.engine.step()
+
+
+@pytest.fixture
+def watch(start_server: StartServer, start_engine: StartEngine) -> Callable[..., Watched]:
+    server = start_server("--chunk-tokens", str(C), "--event-log", "16MiB")
+
+    def start(**arguments: Any) -> Watched:
+        events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        engine = start_engine(address=server.address, kv_events_config=events, **arguments)
+        return Watched(engine, Publisher(engine))
+
+    return start
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_is_told_as_vllm_tells_it(
+    watch: Callable[..., Watched], tmp_path: Path, kind: str
+) -> None:
+    beside = kind_of_prompt(kind, tmp_path)
+    first = watch()
+    request = first.engine.add("a", prompt(TOKENS), **beside)
+    first.engine.run()
+    blocks = TOKENS // BLOCK_TOKENS
+    first.until(lambda: len(first.blocks("CPU")) == blocks, "all blocks on the CPU")
+
+    assert_differ_in_place_only(first.blocks("CPU"), first.blocks("GPU"))
+
+    # And as vLLM's own functions make it.
+    published = getattr(kv_cache_utils, "to_event_extra_keys", list)
+    before, picture, found_any = None, 0, False
+    for block in range(blocks):
+        begin, end = block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
+        keys, picture = kv_cache_utils.generate_block_hash_extra_keys(request, begin, end, picture)
+        made = hash_block_tokens(_sha256, before, request.all_token_ids[begin:end], keys)
+        ours = first.blocks("CPU")[maybe_convert_block_hash(made)]
+        (said,) = published([keys])
+        assert ours["extra_keys"] == through_msgpack(said)
+        assert ours["parent_block_hash"] == (before and maybe_convert_block_hash(before))
+        before, found_any = made, found_any or keys is not None
+    assert found_any == (kind != "text")
+
+    # Another engine tells it in the same way, though it has never computed it: once it has the
+    # adapter, to which it gives a number of its own.
+    other = watch()
+    if "lora" in beside:
+        beside["lora"].lora_int_id = 9
+        for _ in range(10):
+            other.engine.step()
+        assert not other.blocks("CPU")
+        other.engine.generate(prompt(8), lora=beside["lora"])
+    other.until(lambda: len(other.blocks("CPU")) == blocks, "all blocks told by the other")
+    for name, ours in other.blocks("CPU").items():
+        assert ours == first.blocks("CPU")[name] | {"lora_id": 9 if "lora" in beside else None}
+
+
+def through_msgpack(value: Any) -> Any:
+    """As vLLM's event types decode it."""
+    event_type = tuple[Any, ...] | None
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=event_type)
+
+
+def test_what_another_adapter_of_that_name_has_stored_is_not_told(
+    watch: Callable[..., Watched], tmp_path: Path
+) -> None:
+    beside = kind_of_prompt("adapter", tmp_path)
+    first = watch()
+    first.engine.generate(prompt(TOKENS), **beside)
+    first.until(lambda: bool(first.blocks("CPU")), "blocks on the CPU")
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "adapter_model.safetensors").write_text("other weights")
+    other = watch()
+    lora = LoRARequest("an adapter", 7, str(tmp_path / "other"))
+    other.engine.generate(prompt(C, seed=1), lora=lora)
+    other.engine.generate(prompt(C, seed=1), cache_salt="to end with")
+    blocks = C // BLOCK_TOKENS
+    other.until(lambda: len(other.blocks("CPU")) == 2 * blocks, "what it has stored by itself")
+    assert not first.blocks("CPU").keys() & other.blocks("CPU").keys()
