@@ -23,10 +23,7 @@ class Pool:
     """Host memory of a fixed size. It becomes usable piece by piece, as it is faulted in."""
 
     def __init__(self, nbytes: int) -> None:
-        """Make a pool of ``nbytes``, rounded down to whole slabs.
-
-        PoolError if that is beyond a memory limit.
-        """
+        """Make a pool of ``nbytes`` or a little less. PoolError if it is beyond a memory limit."""
         self.slots = SlotAllocator(nbytes, slab_bytes(nbytes))
         self.segment = Segment(self.slots.limit_bytes)
 

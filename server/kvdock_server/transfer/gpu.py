@@ -26,9 +26,8 @@ from kvdock_server.transfer.devices.driver import CudaError, CudaUnavailableErro
 from kvdock_server.transfer.devices.lane import Job
 from kvdock_server.transfer.devices.mapped_memory import MappedMemory
 from kvdock_server.transfer.devices.pinning import PinnedPool
-from kvdock_server.transfer.devices.waiting import until_settled
-from kvdock_server.transfer.fan_out.load import CopiedBytes, FanOutLoad, LoadFollower
-from kvdock_server.transfer.fan_out.peer_paths import PeerPaths
+from kvdock_server.transfer.fan_out.load import CopiedBytes, FanOutLoad, LoadFollower, until_settled
+from kvdock_server.transfer.fan_out.peer_path import PeerPaths
 from kvdock_server.transfer.plans.arrays import I64, U64
 from kvdock_server.transfer.plans.group_memory import (
     IPC_HANDLE_BYTES,
@@ -40,7 +39,7 @@ from kvdock_server.transfer.plans.planner import host_addresses
 
 logger = logging.getLogger(__name__)
 
-_DRIVER_THREADS = 4
+_THREADS = 4
 
 
 class DeviceMemoryError(Exception):
@@ -49,12 +48,10 @@ class DeviceMemoryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GpuStats:
-    """The state of all GPU transfers."""
+    """How much of the pool is pinned. ``pin_refused`` is empty unless CUDA refused the rest."""
 
     pinned_bytes: int
-    """Bytes of the pool that are registered with CUDA."""
     pin_refused: str
-    """Why the rest of the pool stays unpinned. Empty unless CUDA refused."""
 
 
 class GpuTransfers:
@@ -68,25 +65,17 @@ class GpuTransfers:
         """``pool_address`` is where the pool is mapped in this process."""
         self._pool = PinnedPool(pool_address, pool_bytes)
         self._pool_range = range(pool_address, pool_address + pool_bytes)
-        self._driver_threads = ThreadPoolExecutor(
-            _DRIVER_THREADS, thread_name_prefix="device-memory"
-        )
+        self._driver_threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="device-memory")
         self._paths = PeerPaths(self._driver_threads)
         self._lock = threading.Lock()
-        self._devices: dict[int, Device] = {}
-        """By ordinal."""
+        self._devices: dict[int, Device] = {}  # by ordinal
 
     def faulted(self, offset: int, nbytes: int) -> None:
-        """A range of the pool, from ``offset`` on, is backed by memory now and can be pinned.
-
-        Each byte is reported once. Any thread.
-        """
+        """A range of the pool is backed by memory and can be pinned. Each byte once. Any thread."""
         self._pool.faulted(offset, nbytes)
 
     async def register(
-        self,
-        allocations: Sequence[DeviceAllocation],
-        groups: Mapping[int | None, GroupMemory],
+        self, allocations: Sequence[DeviceAllocation], groups: Mapping[int | None, GroupMemory]
     ) -> Registration:
         """Map a worker's allocations. ``groups`` are by group_idx, None for "no groups".
 
@@ -206,14 +195,14 @@ class Registration:
     ) -> None:
         """Copy blocks from the device to the pool: the blocks of each chunk to one slot.
 
-        ``block_ids`` come chunk by chunk. ``slot_offsets`` has one slot for each chunk, in bytes
-        from the beginning of the pool; a slot is the group's ``chunk_bytes`` long. Copying starts
-        when ``ready_event`` is done, an event's 64-byte IPC handle, or at once if it is empty.
-        After ``seconds`` the transfer is given up.
+        ``block_ids`` come chunk by chunk. ``slot_offsets`` has a slot for each chunk, in bytes from
+        the beginning of the pool; a slot is the group's ``chunk_bytes`` long. Copying starts when
+        the event ``ready_event`` (a 64-byte IPC handle) is done, or at once if that is empty. After
+        ``seconds`` it is given up.
 
-        ValueError if the arguments do not fit the group. TransferFailedError if not all bytes
-        arrived; then none of the slots may be used. When this has returned, raised or been
-        cancelled, nothing touches the slots any more.
+        ValueError if the arguments do not fit the group, DeviceMemoryError if the memory is closed.
+        TransferFailedError if not all bytes arrived; then none of the slots may be used. When this
+        has returned, raised or been cancelled, nothing touches the slots any more.
         """
         deadline = time.monotonic() + seconds
         group, ids, hosts = self._checked(group_idx, block_ids, slot_offsets, 0, ready_event)
@@ -282,7 +271,7 @@ class Registration:
             self._paths.between(self._memory, other._memory)
 
     async def close(self) -> None:
-        """Cancel transfers and unmap the memory. Returns when the memory is unmapped.
+        """Cancel transfers and unmap the memory; return when that is done.
 
         Goes on in the background if the caller is cancelled. May be called again.
         """
@@ -321,10 +310,7 @@ class Registration:
         skip_blocks: int,
         ready_event: bytes,
     ) -> tuple[MappedGroup, I64, U64]:
-        """The group, the block ids and their host addresses.
-
-        ValueError if an argument is wrong, DeviceMemoryError if the memory is closed.
-        """
+        """The group, the block ids and their host addresses; raises as ``store`` does."""
         self._check_open()
         group = self._memory.groups.get(group_idx)
         if group is None:

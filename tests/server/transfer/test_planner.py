@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -379,3 +380,23 @@ def test_a_layout_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=complaint):
         layout.check(sizes)
+
+
+class Uncountable(Sequence[int]):
+    """Block ids that must not be looked at."""
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError(f"block id {index} was looked at")
+
+
+def test_block_ids_are_counted_before_they_are_looked_at() -> None:
+    layout = GroupMemory(9, 4, (BlockRegion(0, 0, 8, 8),))
+    with pytest.raises(ValueError, match="2 chunks of 4 blocks less 1 make 7"):
+        layout.block_ids(Uncountable(), 2, 1)
+    assert layout.block_ids(range(2, 9), 2, 1).tolist() == [2, 3, 4, 5, 6, 7, 8]
+    for ids, wrong in (([0, 1, 2, 9], 9), ([0, 1, 2, -1], -1)):
+        with pytest.raises(ValueError, match=f"block id {wrong}: 9 blocks are registered"):
+            layout.block_ids(ids, 1, 0)

@@ -14,15 +14,12 @@ from kvdock_server.transfer.plans.pieces import CopyPiece, ForwardedBlocks, Piec
 
 
 class StartCondition(Protocol):
-    """When a transfer may start to copy. Called on the thread of the transfer's lane only."""
+    """When a transfer may start to copy. On the thread of its lane; ``close`` is called last."""
 
     def has_come(self) -> bool:
         """True once copying may start, and from then on. Raises if it never may."""
-        ...
 
-    def close(self) -> None:
-        """Called once, last."""
-        ...
+    def close(self) -> None: ...
 
 
 class ReadyEvent:

@@ -8,24 +8,18 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from itertools import cycle
+from typing import TypeVar
 
 import numpy as np
 
 from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
 from kvdock_server.transfer.devices.kernels import GatherKernel
-from kvdock_server.transfer.devices.libcuda import (
-    CUDA_ERROR_INVALID_VALUE,
-    rectangle_to_device,
-    rectangle_to_host,
-)
+from kvdock_server.transfer.devices.libcuda import CUDA_ERROR_INVALID_VALUE, rectangle
 from kvdock_server.transfer.devices.pinning import PinnedPool
 from kvdock_server.transfer.devices.staging import StagingBuffers
-from kvdock_server.transfer.plans.pieces import (
-    CopyPiece,
-    Rectangles,
-    ScatteredBlocks,
-    Segments,
-)
+from kvdock_server.transfer.plans.pieces import CopyPiece, Rectangles, ScatteredBlocks, Segments
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -193,14 +187,11 @@ class CopyStreams:
             segments = segments.take(pinned)
             if not len(segments):
                 return
-        device, host, nbytes = (
-            np.ascontiguousarray(column)
-            for column in (segments.device, segments.host, segments.nbytes)
-        )
-        targets, sources = (host, device) if self.direction is Direction.STORE else (device, host)
-        target, source, size = (a.ctypes.data for a in (targets, sources, nbytes))
-        for start, end in self._calls(len(nbytes), _FIRST_SEGMENTS, _BATCH_SEGMENTS):
-            at = start * nbytes.itemsize
+        targets, sources = self._sides(segments.device, segments.host)
+        columns = [np.ascontiguousarray(column) for column in (targets, sources, segments.nbytes)]
+        target, source, size = (column.ctypes.data for column in columns)
+        for start, end in self._calls(len(segments), _FIRST_SEGMENTS, _BATCH_SEGMENTS):
+            at = start * columns[0].itemsize
             self._driver.copy_batch(target + at, source + at, size + at, end - start, stream)
 
     def _calls(self, count: int, first: int, most: int) -> Iterator[tuple[int, int]]:
@@ -212,10 +203,12 @@ class CopyStreams:
             yield start, end
             start, size = end, min(2 * size, most)
 
+    def _sides(self, device: T, host: T) -> tuple[T, T]:
+        """The target's side and the source's."""
+        return (host, device) if self.direction is Direction.STORE else (device, host)
+
     def _copy_one_by_one(self, segments: Segments, stream: int) -> None:
-        for device, host, nbytes in zip(
-            segments.device.tolist(), segments.host.tolist(), segments.nbytes.tolist(), strict=True
-        ):
+        for device, host, nbytes in segments:
             if self.direction is Direction.STORE:
                 self._driver.copy_to_host(host, device, nbytes, stream)
             else:
@@ -240,21 +233,13 @@ class CopyStreams:
     def _copy_rectangles_at_once(self, rectangles: Rectangles, stream: int) -> None:
         device = Side(rectangles.device, rectangles.device_pitch)
         host = Side(rectangles.host, rectangles.host_pitch)
-        targets, sources = (host, device) if self.direction is Direction.STORE else (device, host)
+        targets, sources = self._sides(device, host)
         self._driver.copy_rectangles(targets, sources, rectangles.width, rectangles.height, stream)
 
     def _copy_rectangles_one_by_one(self, rectangles: Rectangles, stream: int) -> None:
-        make = rectangle_to_host if self.direction is Direction.STORE else rectangle_to_device
-        for device, host, width, height, device_pitch, host_pitch in zip(
-            rectangles.device.tolist(),
-            rectangles.host.tolist(),
-            rectangles.width.tolist(),
-            rectangles.height.tolist(),
-            rectangles.device_pitch.tolist(),
-            rectangles.host_pitch.tolist(),
-            strict=True,
-        ):
-            copy = make(host, host_pitch, device, device_pitch, width, height)
+        to_host = self.direction is Direction.STORE
+        for device, host, width, height, device_pitch, host_pitch in rectangles:
+            copy = rectangle(device, host, width, height, device_pitch, host_pitch, to_host=to_host)
             self._driver.copy_2d(copy, stream)
 
     def _copy_staged(

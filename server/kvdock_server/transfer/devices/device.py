@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
+from uuid import UUID
 
 import numpy as np
 
@@ -14,9 +16,9 @@ from kvdock_server.transfer.devices.copy_streams import CopyStreams, Direction
 from kvdock_server.transfer.devices.driver import Driver
 from kvdock_server.transfer.devices.kernels import GatherKernel
 from kvdock_server.transfer.devices.lane import Job, Lane, Transfer
-from kvdock_server.transfer.devices.mappings import Mappings
 from kvdock_server.transfer.devices.opened_events import OpenedEvents
 from kvdock_server.transfer.devices.pinning import PinnedPool
+from kvdock_server.transfer.plans.group_memory import DeviceAllocation, LayoutError
 from kvdock_server.transfer.plans.pieces import Piece
 from kvdock_server.transfer.plans.planner import Planner
 
@@ -106,6 +108,76 @@ class Device:
         self.mappings.close_all()
 
 
+@dataclass(slots=True)
+class _Mapping:
+    address: int
+    nbytes: int
+    users: int = 0
+
+
+class Mappings:
+    """Other processes' allocations, mapped for one device: each opened once, and closed once.
+
+    Layers share allocations, and a worker that registers again names some that are open already.
+    The driver refuses to open a handle twice, and one close ends the mapping for all its users. So
+    users are counted here. Any thread with the device's context current.
+    """
+
+    def __init__(self, driver: Driver, *, sizes_are_known: bool = False) -> None:
+        """``sizes_are_known``: the described sizes were compared with the driver's before."""
+        self._driver = driver
+        self._sizes_are_known = sizes_are_known
+        self._lock = threading.Lock()
+        self._open: dict[bytes, _Mapping] = {}
+
+    def open(self, allocation: DeviceAllocation) -> int:
+        """The allocation's address here. Each call needs its own ``close``.
+
+        CudaError if it cannot be mapped, LayoutError if it is smaller than described.
+        """
+        with self._lock:
+            mapping = self._open.get(allocation.ipc_handle)
+            if mapping is None:
+                mapping = self._map(allocation)
+                self._open[allocation.ipc_handle] = mapping
+            mapping.users += 1
+        if allocation.nbytes > mapping.nbytes:
+            self.close(allocation.ipc_handle)
+            raise LayoutError(
+                f"an allocation is described with {allocation.nbytes} bytes, and has "
+                f"{mapping.nbytes}: take its size from cuMemGetAddressRange"
+            )
+        return mapping.address
+
+    def close(self, ipc_handle: bytes) -> None:
+        """Take back one ``open``."""
+        with self._lock:
+            mapping = self._open.get(ipc_handle)
+            if mapping is None:
+                return  # the device was closed before
+            mapping.users -= 1
+            if not mapping.users:
+                del self._open[ipc_handle]
+                self._driver.ipc_close_memory(mapping.address)
+
+    def close_all(self) -> None:
+        """End all mappings, whoever uses them."""
+        with self._lock:
+            while self._open:
+                _, mapping = self._open.popitem()
+                self._driver.ipc_close_memory(mapping.address)
+
+    def _map(self, allocation: DeviceAllocation) -> _Mapping:
+        address = self._driver.ipc_open_memory(allocation.ipc_handle)
+        if self._sizes_are_known:
+            return _Mapping(address, allocation.nbytes)
+        try:
+            return _Mapping(address, self._driver.allocation_bytes(address))
+        except BaseException:
+            self._driver.ipc_close_memory(address)
+            raise
+
+
 class _ReleaseStaging:
     """A transfer without bytes. It frees the staging buffers on the lane's thread, in its turn."""
 
@@ -133,6 +205,4 @@ class _ReleaseStaging:
 
 def format_uuid(uuid: bytes) -> str:
     """A device's 16-byte UUID as nvidia-smi prints it."""
-    digits = uuid.hex()
-    parts = digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]
-    return "GPU-" + "-".join(parts)
+    return f"GPU-{UUID(bytes=uuid)}"

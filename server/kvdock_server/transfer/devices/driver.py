@@ -222,35 +222,25 @@ class Driver:
         """From device memory to device memory, of the same device or of another one."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
 
-    def copy_batch(
-        self, destinations: int, sources: int, sizes: int, count: int, stream: int
-    ) -> None:
+    def copy_batch(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         """``count`` copies between device and pinned host memory, or between devices, in one call.
 
         The first three arguments are addresses of arrays of ``count`` uint64. The driver has read
-        them when this returns. The copies of one batch are done in any order.
+        them when this returns. It does the copies in any order.
         """
-        fail_index = c_size_t()
-        self._call(
-            "cuMemcpyBatchAsync",
-            destinations,
-            sources,
-            sizes,
-            count,
-            byref(self._attributes),
-            byref(self._first_index),
-            1,
-            byref(fail_index),
-            stream,
+        columns, how = (
+            (targets, sources, sizes),
+            (byref(self._attributes), byref(self._first_index)),
         )
+        fail_index = byref(c_size_t())
+        self._call("cuMemcpyBatchAsync", *columns, count, *how, 1, fail_index, stream)
 
     def copy_rectangles(
         self, targets: Side, sources: Side, width: U64, height: U64, stream: int
     ) -> None:
-        """2-D copies between device and pinned host memory, or between devices, in one call.
+        """2-D copies between device and pinned host memory, or between devices, all in one call.
 
-        There is one element for each copy in all columns. A loop of calls would wait for the
-        interpreter lock after each of them.
+        A loop of calls would wait for the interpreter lock after each of them.
         """
         copies = np.zeros(len(width), dtype=libcuda.RECTANGLE_COPY)
         for name, side in (("target", targets), ("source", sources)):
@@ -264,12 +254,7 @@ class Driver:
         copies["source_access_order"] = libcuda.SRC_ACCESS_ORDER_STREAM
         fail_index = c_size_t()
         self._call(
-            "cuMemcpy3DBatchAsync",
-            len(copies),
-            copies.ctypes.data,
-            byref(fail_index),
-            0,
-            stream,
+            "cuMemcpy3DBatchAsync", len(copies), copies.ctypes.data, byref(fail_index), 0, stream
         )
 
     def copy_2d(self, copy: libcuda.Memcpy2D, stream: int) -> None:

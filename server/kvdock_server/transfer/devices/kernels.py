@@ -1,11 +1,10 @@
-"""The server's two kernels, and the tables of regions that they read in device memory.
+"""The server's two kernels, for what copy engines move too slowly: many short ranges at no pitch.
 
-A kernel moves what copy engines would move too slowly: many short ranges of bytes at no pitch. It
-runs in this process and so takes time slices from the engine's kernels. Few launches over much
-work, on as many blocks of threads as the device holds, take the fewest.
+A kernel runs in this process and so takes time slices from the engine's kernels. Few launches over
+much work, on as many blocks of threads as the device holds, take the fewest.
 
-CuPy compiles the kernels; they are launched as everything else is (driver.py). Where CuPy is absent
-there are no kernels, and copy engines do it all.
+CuPy compiles the kernels, and driver.py launches them. Where CuPy is absent there are no kernels,
+and copy engines do it all.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ extern "C" __global__ void copy_to_peer(
 
 
 class _Kernel:
-    """A kernel of one device, and its table. The device's context is current in all methods."""
+    """A kernel of one device, and its table in device memory. The device's context is current."""
 
     def __init__(
         self,
@@ -105,10 +104,10 @@ class _Kernel:
         nbytes: U64,
         aligned: Sequence[int] = (),
     ) -> None:
-        """Compiles the kernel and uploads ``table``, a row for each of the kernel's columns.
+        """Compiles the kernel and uploads ``table``. ``nbytes`` are the lengths of its ranges.
 
-        ``nbytes`` are the lengths of the ranges. The kernel's accesses are as wide as all numbers
-        of the table and of ``aligned`` allow. Raises CudaError, and what CuPy raises.
+        Accesses are as wide as all numbers of the table and of ``aligned`` allow. Raises CudaError,
+        and what CuPy raises.
         """
         self._driver = driver
         self._rows = table.shape[1]
@@ -134,10 +133,7 @@ class GatherKernel(_Kernel):
     """Moves blocks of one group between the cache and a staging buffer."""
 
     def __init__(self, driver: Driver, ordinal: int, regions: U64, block_bytes: int) -> None:
-        """``regions`` has the rows address, stride, bytes and host offset, of all regions.
-
-        Raises CudaError, and what CuPy raises.
-        """
+        """``regions`` has four rows: address, stride, bytes and host offset of each region."""
         super().__init__(
             driver, ordinal, _GATHER, "move_blocks", regions, regions[2], [block_bytes]
         )
@@ -148,7 +144,7 @@ class GatherKernel(_Kernel):
         """Queue the kernel between the piece's blocks and the staging buffer at ``buffer``.
 
         ``gather``: from the cache to the buffer. ``ids_address`` is pinned host memory for the
-        piece's block ids, 4 bytes each. It and the buffer are in use until the kernel is done.
+        piece's block ids, 4 bytes each, in use until the kernel is done.
         """
         # Ids go as parameters. More ids than fit there are read from host memory over the link,
         # which is slow while the link carries loads. But then blocks are small, and so is the rate.
@@ -175,18 +171,14 @@ class GatherKernel(_Kernel):
 
 
 class PeerKernel(_Kernel):
-    """Copies blocks from its own device to another one, with one launch in place of many copies.
+    """Copies blocks to another device over NVLink: one launch in place of many copies.
 
-    Where a block is many pairs at no pitch, copy engines could forward it fast enough. But the
-    thread that feeds the link cannot queue so many copies for every receiver besides. The kernel
-    reads where the load has written, and writes over NVLink to where the receiver has the block.
+    Copy engines would be fast enough, but the thread that feeds the link cannot queue so many
+    copies for every receiver besides.
     """
 
     def __init__(self, driver: Driver, ordinal: int, pairs: U64) -> None:
-        """``pairs`` has the columns of ``Pairs`` as its rows.
-
-        Raises CudaError, ValueError if there are too many pairs, and what CuPy raises.
-        """
+        """``pairs`` has the columns of ``Pairs`` as rows. ValueError if there are too many."""
         if pairs.shape[1] > _MOST_PAIRS:
             raise ValueError(f"blocks of {pairs.shape[1]} pieces")
         super().__init__(driver, ordinal, _TO_PEER, "copy_to_peer", pairs, pairs[4])
@@ -212,10 +204,7 @@ K = TypeVar("K", bound=_Kernel)
 
 
 def made(make: Callable[[], K], without: str) -> K | None:
-    """What ``make`` returns, or None where no kernel can be made: CuPy may be absent or broken.
-
-    ``without`` is for the warning: what happens instead.
-    """
+    """What ``make`` returns. None if there can be no kernel; a warning says what comes instead."""
     reason = missing()
     if reason is None:
         try:

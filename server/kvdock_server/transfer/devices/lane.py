@@ -56,42 +56,35 @@ class Transfer(Protocol):
     @property
     def total_bytes(self) -> int:
         """About how many bytes there are to copy."""
-        ...
 
     def ready(self) -> bool:
         """True once copying may start. Not called any more after that."""
-        ...
 
     def pieces(self) -> Iterator[Piece]:
         """The work, in order. Called once, when ready."""
-        ...
 
     def start(self, piece: Piece) -> int:
         """Start to copy a piece; its ticket for ``Streams.wait``."""
-        ...
 
     def finish(self) -> None:
         """No piece is under way any more, for whatever reason. Called exactly once."""
-        ...
 
 
 class Streams(Protocol):
-    """The streams on which a lane's pieces run. Called on the lane's thread only."""
+    """The streams on which a lane's pieces run. Called on the lane's thread only.
 
-    def open(self) -> None:
-        """Called once, first."""
-        ...
+    ``open`` is called once, first, and ``close`` once, last.
+    """
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def wait(self, ticket: int, *, more_under_way: bool) -> None:
         """Return when the ticket's piece is copied. Tickets come in the order of their making.
 
         ``more_under_way``: there is no hurry. Without it somebody waits for just this piece.
         """
-        ...
-
-    def close(self) -> None:
-        """Called once, last."""
-        ...
 
 
 @dataclass(eq=False)
@@ -115,8 +108,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.bytes_left = self.transfer.total_bytes
-        # So a waiter that is cancelled does not cancel the future.
-        self.settled.set_running_or_notify_cancel()
+        self.settled.set_running_or_notify_cancel()  # a cancelled waiter does not cancel it then
 
     def cancel(self) -> None:
         """End the job at the next piece. Any thread."""

@@ -35,6 +35,7 @@ SRC_ACCESS_ORDER_STREAM = 1
 MEMCPY_OPERAND_POINTER = 1
 
 DevicePtr = ctypes.c_uint64
+SizePtr = POINTER(c_size_t)
 
 
 class Handle(ctypes.Structure):
@@ -105,36 +106,21 @@ RECTANGLE_COPY = np.dtype(
 """CUDA_MEMCPY3D_BATCH_OP with pointers on both sides."""
 
 
-def rectangle_to_host(
-    host: int, host_pitch: int, device: int, device_pitch: int, width: int, height: int
-) -> Memcpy2D:
-    """A copy of ``height`` rows of ``width`` bytes from device to host memory."""
-    return Memcpy2D(
-        src_memory_type=MEMORYTYPE_DEVICE,
-        src_device=device,
-        src_pitch=device_pitch,
-        dst_memory_type=MEMORYTYPE_HOST,
-        dst_host=host,
-        dst_pitch=host_pitch,
-        width_in_bytes=width,
-        height=height,
-    )
-
-
-def rectangle_to_device(
-    host: int, host_pitch: int, device: int, device_pitch: int, width: int, height: int
-) -> Memcpy2D:
-    """A copy of ``height`` rows of ``width`` bytes from host to device memory."""
-    return Memcpy2D(
-        src_memory_type=MEMORYTYPE_HOST,
-        src_host=host,
-        src_pitch=host_pitch,
-        dst_memory_type=MEMORYTYPE_DEVICE,
-        dst_device=device,
-        dst_pitch=device_pitch,
-        width_in_bytes=width,
-        height=height,
-    )
+def rectangle(
+    device: int, host: int, width: int, height: int, device_pitch: int, host_pitch: int, *,
+    to_host: bool,
+) -> Memcpy2D:  # fmt: skip
+    """A copy of ``height`` rows of ``width`` bytes between host and device memory."""
+    copy = Memcpy2D(width_in_bytes=width, height=height)
+    if to_host:
+        copy.src_memory_type, copy.dst_memory_type = MEMORYTYPE_DEVICE, MEMORYTYPE_HOST
+        copy.src_device, copy.dst_host = device, host
+        copy.src_pitch, copy.dst_pitch = device_pitch, host_pitch
+    else:
+        copy.src_memory_type, copy.dst_memory_type = MEMORYTYPE_HOST, MEMORYTYPE_DEVICE
+        copy.src_host, copy.dst_device = host, device
+        copy.src_pitch, copy.dst_pitch = host_pitch, device_pitch
+    return copy
 
 
 # Arguments of the functions. All of them return a CUresult.
@@ -151,7 +137,7 @@ SIGNATURES: dict[str, list[type]] = {
     "cuIpcOpenMemHandle_v2": [POINTER(DevicePtr), Handle, c_uint],
     "cuIpcCloseMemHandle": [DevicePtr],
     "cuIpcOpenEventHandle": [POINTER(c_void_p), Handle],
-    "cuMemGetAddressRange_v2": [POINTER(DevicePtr), POINTER(c_size_t), DevicePtr],
+    "cuMemGetAddressRange_v2": [POINTER(DevicePtr), SizePtr, DevicePtr],
     "cuMemAlloc_v2": [POINTER(DevicePtr), c_size_t],
     "cuMemFree_v2": [DevicePtr],
     "cuMemHostAlloc": [POINTER(c_void_p), c_size_t, c_uint],
@@ -170,14 +156,7 @@ SIGNATURES: dict[str, list[type]] = {
     "cuMemcpyDtoHAsync_v2": [c_void_p, DevicePtr, c_size_t, c_void_p],
     "cuMemcpyHtoDAsync_v2": [DevicePtr, c_void_p, c_size_t, c_void_p],
     "cuMemcpyDtoDAsync_v2": [DevicePtr, DevicePtr, c_size_t, c_void_p],
-    "cuLaunchKernel": [
-        c_void_p,
-        *[c_uint] * 6,
-        c_uint,
-        c_void_p,
-        POINTER(c_void_p),
-        POINTER(c_void_p),
-    ],
+    "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, *[POINTER(c_void_p)] * 2],
     "cuMemcpy2DAsync_v2": [POINTER(Memcpy2D), c_void_p],
     "cuGetErrorName": [c_int, POINTER(c_char_p)],
     "cuGetErrorString": [c_int, POINTER(c_char_p)],
@@ -187,15 +166,13 @@ SIGNATURES: dict[str, list[type]] = {
 # they stay.
 BATCH_SIGNATURES: dict[str, list[type]] = {
     "cuMemcpyBatchAsync": [
-        c_void_p,
-        c_void_p,
-        c_void_p,
+        *[c_void_p] * 3,
         c_size_t,
         POINTER(MemcpyAttributes),
-        POINTER(c_size_t),
+        SizePtr,
         c_size_t,
-        POINTER(c_size_t),
+        SizePtr,
         c_void_p,
     ],
-    "cuMemcpy3DBatchAsync": [c_size_t, c_void_p, POINTER(c_size_t), c_ulonglong, c_void_p],
+    "cuMemcpy3DBatchAsync": [c_size_t, c_void_p, SizePtr, c_ulonglong, c_void_p],
 }

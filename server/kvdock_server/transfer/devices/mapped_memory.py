@@ -20,14 +20,13 @@ class MappedMemory:
         allocations: Sequence[DeviceAllocation],
         layouts: Mapping[int | None, GroupMemory],
     ) -> None:
-        """``layouts`` are by group_idx.
+        """CudaError if memory cannot be opened, LayoutError if it is not as described.
 
-        CudaError if memory cannot be opened, LayoutError if it is not as described.
+        ``layouts`` are by group_idx, and so are ``groups``.
         """
         self.device = device
         self.allocations = tuple(allocations)
         self.groups: dict[int | None, MappedGroup] = {}
-        """By group_idx."""
         self.events = OpenedEvents(device.driver)
         self._handles: list[bytes] = []
         self._lock = threading.Lock()

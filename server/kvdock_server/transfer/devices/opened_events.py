@@ -1,7 +1,7 @@
 """Interprocess events of a worker's engine, opened in this process.
 
-An engine uses a few events in turn for all its stores and loads. To open one takes longer than to
-ask whether it is done, so they stay open until the worker leaves, as many as an engine may have.
+An engine uses a few events in turn. To open one takes longer than to ask whether it is done, so as
+many as an engine may have stay open until the worker leaves.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ class OpenedEvents:
         self._kept: dict[bytes, int] = {}
 
     def open(self, ipc_handle: bytes) -> int:
-        """The event of a 64-byte handle. Each call needs its ``close``.
-
-        CudaError if there is no such event.
-        """
+        """The event of a 64-byte handle; CudaError if there is none. Each needs its ``close``."""
         with self._lock:
             event = self._kept.get(ipc_handle)
             if event is None:
@@ -35,7 +32,6 @@ class OpenedEvents:
             return event
 
     def is_done(self, event: int) -> bool:
-        """True if everything is done that was queued before the event was last recorded."""
         return self._driver.query_event(event)
 
     def close(self, ipc_handle: bytes, event: int) -> None:

@@ -1,14 +1,13 @@
 """Registers the pool with CUDA, section by section, while the server already runs.
 
 Registered memory is pinned: it is copied at the speed of the link. Other memory goes through the
-driver's own buffers at a fraction of it. To register all of a large pool in one call would take
-seconds, fails beyond 512 GiB on some drivers, and could begin only when all of the pool is faulted
-in. But no copy may cross the border between two sections. And each further section makes the driver
-slower at finding an address, for as long as the server lives: a batch of 512 segments took 0.25 ms
-with one section and 0.5 ms with four. So sections are large, and the first copies of a server's
-life may go unpinned.
+driver's own buffers at a fraction of it. One call for all of a large pool would take seconds, fails
+beyond 512 GiB on some drivers, and could come only when all of the pool is faulted in. But no copy
+may cross the border between two sections, and each further section makes the driver slower at
+finding an address (a batch of 512 segments took 0.25 ms with one section, 0.5 ms with four). So
+sections are large, and the first copies of a server's life may go unpinned.
 
-When CUDA refuses (memlock, a container's quota), that is logged once with the numbers. What is not
+If CUDA refuses (memlock, a container's quota), it is logged once with the numbers. What is not
 registered is copied unpinned.
 """
 
@@ -56,10 +55,7 @@ class PinnedPool:
         return sum(self._section_bytes(section) for section in pinned)
 
     def faulted(self, offset: int, nbytes: int) -> None:
-        """A range of the pool is backed by memory now, at ``offset`` from the pool's beginning.
-
-        Each byte is reported once. Any thread.
-        """
+        """A range of the pool is backed by memory now. Each byte is reported once. Any thread."""
         with self._wake:
             while nbytes > 0:
                 section = bisect.bisect(self._starts, offset) - 1

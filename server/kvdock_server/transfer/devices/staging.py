@@ -1,8 +1,4 @@
-"""Staging buffers: device memory that scattered blocks go through on their way.
-
-A kernel gathers blocks into a buffer, or scatters them from it (kernels.py), and one large copy
-goes between the buffer and host memory.
-"""
+"""Staging buffers: device memory that scattered blocks go through, between kernel and copy."""
 
 from __future__ import annotations
 
@@ -21,14 +17,14 @@ _ID_BYTES = 4
 
 
 class StagingBuffer(NamedTuple):
-    """Room for one staged piece."""
+    """Room for one staged piece: device memory for its blocks, pinned host memory for their ids.
+
+    ``released`` is a CUDA event: the last use of the buffer is done.
+    """
 
     address: int
-    """STAGED_PIECE_BYTES of device memory."""
     ids_address: int
-    """Pinned host memory for MAX_STAGED_BLOCKS block ids."""
     released: int
-    """CUDA event: the last use of the buffer is done."""
 
 
 class StagingBuffers:

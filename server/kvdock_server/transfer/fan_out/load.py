@@ -8,7 +8,6 @@ transfer of its own (a job).
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from kvdock_server.transfer.devices.block_transfer import (
 from kvdock_server.transfer.devices.copy_streams import Direction
 from kvdock_server.transfer.devices.lane import Job, TransferFailedError
 from kvdock_server.transfer.devices.mapped_memory import MappedMemory
-from kvdock_server.transfer.devices.waiting import until_done, until_settled
 from kvdock_server.transfer.fan_out.peer_path import PeerBranch, PeerPath
 from kvdock_server.transfer.fan_out.transfer import FanOutTransfer
 from kvdock_server.transfer.plans.arrays import I64, U64
@@ -37,21 +35,15 @@ class CopiedBytes:
     """Counted once for each follower that got its bytes from the leader's device."""
 
 
-class Source(enum.Enum):
-    """Where a follower's bytes came from: the leader's device, or the pool."""
-
-    PEER = enum.auto()
-    POOL = enum.auto()
-
-
 class LoadFollower:
     """One worker's share of one load that another worker leads. Made before the load."""
 
     def __init__(self, memory: MappedMemory, driver_threads: ThreadPoolExecutor) -> None:
         self.memory = memory
         self._driver_threads = driver_threads
-        self._branch: PeerBranch | None = None
-        self._job: Job | None = None
+        self.branch: PeerBranch | None = None
+        self.job: Job | None = None
+        """The load sets one of the two."""
         self._has_ended = False
         self._giving_up: asyncio.Task[None] | None = None
         self.failure: str | None = None
@@ -72,46 +64,28 @@ class LoadFollower:
         await until_done(self._giving_up)
         self._giving_up.result()
 
-    # The load calls the rest.
-
-    def follow_branch(self, branch: PeerBranch) -> None:
-        """Get the bytes from the leader's device."""
-        self._branch = branch
-
-    def follow_job(self, job: Job) -> None:
-        """Get the bytes from the pool."""
-        self._job = job
-
-    async def end(self, *, cancel: bool) -> Source | None:
-        """End this share of the load. The leader's job has ended, and with it the branch.
-
-        ``cancel`` a job of the follower's own. Returns where all bytes came from, None if some did
-        not come.
-        """
-        source = None
-        if self._job is not None:
-            source = Source.POOL
+    async def end(self, *, cancel: bool) -> None:
+        """For the load: the leader's job has ended. Await the follower's own, or ``cancel`` it."""
+        if self.job is not None:
             if cancel:
-                self._job.cancel()
+                self.job.cancel()
             try:
-                await until_settled(self._job)
+                await until_settled(self.job)
             except TransferFailedError as error:
                 self.failure = self.failure or str(error)
-        elif self._branch is not None:
-            source = Source.PEER
-            self.failure = self.failure or self._branch.failure
+        elif self.branch is not None:
+            self.failure = self.failure or self.branch.failure
         self._has_ended = True
-        return source if self.failure is None else None
 
     async def _give_up(self) -> None:
         if self._has_ended:
             return
         self.failure = "the reader gave up"
-        if self._branch is not None:
-            await asyncio.wrap_future(self._driver_threads.submit(self._branch.cut))
-        if self._job is not None:
-            self._job.cancel()
-            settled = asyncio.wrap_future(self._job.settled)
+        if self.branch is not None:
+            await asyncio.wrap_future(self._driver_threads.submit(self.branch.cut))
+        if self.job is not None:
+            self.job.cancel()
+            settled = asyncio.wrap_future(self.job.settled)
             await asyncio.gather(settled, return_exceptions=True)
 
 
@@ -151,13 +125,13 @@ class FanOutLoad:
                 apart.append(follower)
             else:
                 branches.append(PeerBranch(path, self._group_idx))
-                follower.follow_branch(branches[-1])
+                follower.branch = branches[-1]
         leaders = self._transfer(self._leader, self._event, branches)
         job = self._leader.device.submit(Direction.LOAD, leaders, self._deadline)
         for follower in apart:
             own = self._transfer(follower.memory, LeadersReadyEvent(self._event))
             device = follower.memory.device
-            follower.follow_job(device.submit(Direction.LOAD, own, self._deadline))
+            follower.job = device.submit(Direction.LOAD, own, self._deadline)
         return job
 
     async def end(self, job: Job) -> CopiedBytes:
@@ -171,11 +145,12 @@ class FanOutLoad:
             succeeded = True
         finally:
             ends = [follower.end(cancel=not succeeded) for follower in self._followers]
-            sources = await asyncio.gather(*ends)
+            await asyncio.gather(*ends)
         nbytes = len(self._ids) * self._leader.groups[self._group_idx].planner.block_bytes
+        filled = [follower for follower in self._followers if follower.failure is None]
         return CopiedBytes(
-            host_to_device=nbytes * (1 + sources.count(Source.POOL)),
-            device_to_device=nbytes * sources.count(Source.PEER),
+            host_to_device=nbytes * (1 + sum(follower.job is not None for follower in filled)),
+            device_to_device=nbytes * sum(follower.branch is not None for follower in filled),
         )
 
     def _transfer(
@@ -185,3 +160,33 @@ class FanOutLoad:
         if branches:
             return FanOutTransfer(device, group, self._ids, self._hosts, start, branches)
         return BlockTransfer(device, Direction.LOAD, group, self._ids, self._hosts, start)
+
+
+async def until_settled(job: Job) -> None:
+    """Wait for a job. TransferFailedError if it failed.
+
+    A waiter that is cancelled cancels the job, and still waits for it: until it has settled, its
+    memory is in use.
+    """
+    settled = asyncio.wrap_future(job.settled)
+    try:
+        await asyncio.shield(settled)
+    except asyncio.CancelledError:
+        job.cancel()
+        try:
+            await until_done(settled)
+        finally:
+            settled.exception()  # marks it as seen: it only says that the job was cancelled
+        raise
+
+
+async def until_done(future: asyncio.Future[None]) -> None:
+    """Wait for a future. A waiter that is cancelled is told so only when the future is done."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = cancelled or error
+    if cancelled is not None:
+        raise cancelled

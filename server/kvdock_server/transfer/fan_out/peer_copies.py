@@ -11,6 +11,7 @@ import logging
 import numpy as np
 
 from kvdock_server.transfer.devices import kernels
+from kvdock_server.transfer.devices.device import Device
 from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
 from kvdock_server.transfer.devices.kernels import PeerKernel
 from kvdock_server.transfer.devices.libcuda import (
@@ -40,24 +41,17 @@ class PeerGroup:
     The sending device's context is current in all methods.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        ordinal: int,
-        device_name: str,
-        source: MergedRegions,
-        target: MergedRegions,
-    ) -> None:
-        """``ordinal`` and ``device_name`` are the sending device's. ``source`` are the sender's
-        regions, and ``target`` the receiver's as they are mapped for the sending device."""
-        self._driver = driver
+    def __init__(self, device: Device, source: MergedRegions, target: MergedRegions) -> None:
+        """``device`` is the sending one. ``source`` are the sender's regions, and ``target`` the
+        receiver's as they are mapped for the sending device."""
+        self._driver = device.driver
         self._planner = PeerPlanner(source, target)
         self._kernel: PeerKernel | None = None
         pairs = np.stack(self._planner.pairs)
         if pairs.shape[1] > 1:  # else a block is one copy
             self._kernel = kernels.made(
-                lambda: PeerKernel(driver, ordinal, pairs),
-                f"scattered blocks go on from {device_name} by copies",
+                lambda: PeerKernel(device.driver, device.ordinal, pairs),
+                f"scattered blocks go on from {device.name} by copies",
             )
 
     def queue(self, blocks: ForwardedBlocks, stream: int) -> None:
@@ -77,14 +71,13 @@ class PeerGroup:
 
 
 def _copy_segments(driver: Driver, segments: Segments, stream: int) -> None:
-    columns = [
-        np.ascontiguousarray(column) for column in (segments.host, segments.device, segments.nbytes)
-    ]
     if driver.has_batch_copy:
+        columns = (segments.host, segments.device, segments.nbytes)
+        arrays = [np.ascontiguousarray(column) for column in columns]
         try:
             for start in range(0, len(segments), _BATCH_SEGMENTS):
                 count = min(_BATCH_SEGMENTS, len(segments) - start)
-                targets, sources, sizes = (column[start:].ctypes.data for column in columns)
+                targets, sources, sizes = (array[start:].ctypes.data for array in arrays)
                 driver.copy_batch(targets, sources, sizes, count, stream)
             return
         except CudaError as error:
@@ -92,7 +85,7 @@ def _copy_segments(driver: Driver, segments: Segments, stream: int) -> None:
                 raise
             # What the earlier batches queued is copied twice.
             logger.warning("this driver refuses batches between devices: %s", error)
-    for target, source, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+    for source, target, nbytes in segments:
         driver.copy_between(target, source, nbytes, stream)
 
 

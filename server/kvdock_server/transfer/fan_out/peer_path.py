@@ -1,4 +1,4 @@
-"""The path from one worker's memory to another worker's on another device.
+"""Paths from one worker's memory to another worker's on another device.
 
 A mapping of the receiver's memory serves only one device: the one that was current when its IPC
 handle was opened. Through a mapping made for the memory's own device, other devices copy at a tenth
@@ -9,9 +9,13 @@ Kernels of the sender's device may write through the second one.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from kvdock_server.transfer.devices.driver import CudaError
 from kvdock_server.transfer.devices.mapped_memory import MappedMemory
@@ -21,6 +25,9 @@ from kvdock_server.transfer.plans.pieces import ForwardedBlocks
 from kvdock_server.transfer.plans.regions import merged
 
 logger = logging.getLogger(__name__)
+
+_OPEN_SECONDS = 5.0
+"""The first path of all may have to wait until its kernel is compiled."""
 
 
 class NoPeerPathError(Exception):
@@ -39,8 +46,7 @@ class PeerPath:
         self._lock = threading.Lock()
         self._closed = False
         self._handles: list[bytes] = []
-        self.groups: dict[int | None, PeerGroup] = {}
-        """By group_idx."""
+        self.groups: dict[int | None, PeerGroup] = {}  # by group_idx
         self.stream = 0
         self.forwarded = 0
         """CUDA event. It is done when all that was queued on ``stream`` so far is."""
@@ -58,13 +64,8 @@ class PeerPath:
             for group_idx, group in receiver.groups.items():
                 own = sender.groups.get(group_idx)
                 if own is not None and own.planner.block_bytes == group.planner.block_bytes:
-                    self.groups[group_idx] = PeerGroup(
-                        self.driver,
-                        device.ordinal,
-                        device.name,
-                        own.planner.regions,
-                        merged(group.planner.layout, bases),
-                    )
+                    regions = merged(group.planner.layout, bases)
+                    self.groups[group_idx] = PeerGroup(device, own.planner.regions, regions)
         except (CudaError, LayoutError) as error:
             self.close()
             raise NoPeerPathError(
@@ -143,3 +144,57 @@ class PeerBranch:
     def end_all(self) -> None:
         """Return when nothing of the path is under way any more."""
         self._path.wait()
+
+
+class PeerPaths:
+    """All paths. Each is opened when it is first wanted. Methods belong to the event loop."""
+
+    def __init__(self, driver_threads: ThreadPoolExecutor) -> None:
+        self._driver_threads = driver_threads
+        self._opened: dict[tuple[MappedMemory, MappedMemory], asyncio.Task[PeerPath | None]] = {}
+
+    def between(
+        self, sender: MappedMemory, receiver: MappedMemory
+    ) -> asyncio.Future[PeerPath | None]:
+        """The path, None if there is none. ``close`` must not have been called for either."""
+        opened = self._opened.get((sender, receiver))
+        if opened is None:
+            # Entered before it is open, so that ``close`` finds it if it comes meanwhile.
+            opened = asyncio.create_task(self._open(sender, receiver))
+            self._opened[sender, receiver] = opened
+        return asyncio.shield(opened)
+
+    async def open_in_time(
+        self, sender: MappedMemory, receivers: Sequence[MappedMemory], deadline: float
+    ) -> list[PeerPath | None]:
+        """The path to each receiver; None where there is none, or none yet.
+
+        Waits for half of the time until ``deadline`` (time.monotonic) at most.
+        """
+        paths = [self.between(sender, receiver) for receiver in receivers]
+        if paths:
+            await asyncio.wait(paths, timeout=min(_OPEN_SECONDS, (deadline - time.monotonic()) / 2))
+        return [path.result() if path.done() else None for path in paths]
+
+    async def close(self, memory: MappedMemory) -> None:
+        """Close every path from a worker's memory and to it. Nothing may be under way there."""
+        for pair in [pair for pair in self._opened if memory in pair]:
+            # The worker at the other end may be closing at the same time.
+            opened = self._opened.pop(pair, None)
+            path = await opened if opened is not None else None
+            if path is not None:
+                await asyncio.wrap_future(self._driver_threads.submit(path.close))
+
+    async def _open(self, sender: MappedMemory, receiver: MappedMemory) -> PeerPath | None:
+        try:
+            path = await asyncio.wrap_future(
+                self._driver_threads.submit(PeerPath, sender, receiver)
+            )
+        except NoPeerPathError as error:
+            logger.info("each reader gets its own copy from the pool: %s", error)
+            return None
+        except Exception:
+            logger.exception("each reader gets its own copy from the pool")
+            return None
+        logger.info("what %s loads goes on to %s", sender.device.uuid, receiver.device.uuid)
+        return path

@@ -32,11 +32,9 @@ class Branch(Protocol):
 
     def forward(self, blocks: ForwardedBlocks) -> int | None:
         """Queue the copies of these blocks; the event that ends them, None if there are none."""
-        ...
 
     def end_all(self) -> None:
         """Return when none of them is under way any more."""
-        ...
 
 
 class FanOutTransfer(BlockTransfer):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-U64 = npt.NDArray[np.uint64]
-"""Addresses and sizes, as the driver takes them."""
-I64 = npt.NDArray[np.int64]
-"""Block ids and counts."""
+U64 = npt.NDArray[np.uint64]  # addresses and sizes
+I64 = npt.NDArray[np.int64]  # block ids and counts
 
 
 def ranges(counts: I64) -> I64:

@@ -17,27 +17,21 @@ class CostModel(NamedTuple):
     """Times in microseconds. Shares are rates over the link's own rate, from 0 to 1."""
 
     link_bytes_per_us: float
-    """Rate of the link between a device and the host."""
     segment_us: float
-    """Cost of each segment."""
     least_segment_us: float
     """No segment takes less than this in all, however short it is."""
     apart_us: float
-    """Added to ``least_segment_us`` where the regions lie in several allocations, since the driver
-    has to find the allocation of each segment."""
+    """Added to that where regions lie in several allocations: the driver has to find each one's."""
     rectangle_us: float
-    """Cost of each rectangle."""
     stage_segments_below: float
     """Blocks are staged where segments would reach less than this share."""
     stage_forwarded_below: float
-    """The same in a load that goes on to other devices. Queueing the forwarding takes time of the
-    thread that also queues segments, and the bytes go on by kernels in any case."""
+    """The same in a load that goes on to other devices. The thread that queues segments has to
+    queue the forwarding too, and kernels do that in any case."""
     stage_rectangles_below: float
-    """Blocks are staged where rectangles would reach less than this share. They cost the server
-    next to no processor time."""
+    """The same for rectangles, which cost the server next to no processor time."""
     stage_us: float
-    """Nothing is staged if its copies cost less than this in all: so little is not worth
-    disturbing an engine with a kernel."""
+    """Nothing is staged that costs less than this in all, so that no engine is disturbed for it."""
 
 
 COST_MODEL = CostModel(

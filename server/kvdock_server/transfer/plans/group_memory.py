@@ -32,14 +32,15 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DeviceAllocation:
-    """One allocation of device memory of another process, as a whole. LayoutError if malformed."""
+    """One allocation of device memory of another process, as a whole.
+
+    ``ipc_handle`` is its CUDA IPC memory handle (64 bytes), ``nbytes`` its size, and
+    ``device_uuid`` names its device (16 bytes). LayoutError if one has another length.
+    """
 
     ipc_handle: bytes
-    """CUDA IPC memory handle, 64 bytes. It always stands for the whole allocation."""
     nbytes: int
-    """Size of the whole allocation."""
     device_uuid: bytes
-    """UUID of its device, 16 bytes. Ordinals differ between processes, UUIDs do not."""
 
     def __post_init__(self) -> None:
         if len(self.ipc_handle) != IPC_HANDLE_BYTES:
@@ -50,25 +51,27 @@ class DeviceAllocation:
 
 @dataclass(frozen=True, slots=True)
 class BlockRegion:
-    """One contiguous range of every block: ``page_bytes`` at ``offset + b * block_stride``."""
+    """One contiguous range of every block: ``page_bytes`` at ``offset + b * block_stride``.
+
+    ``allocation`` is an index into the worker's allocations, ``offset`` bytes from its beginning.
+    """
 
     allocation: int
-    """Index into the worker's allocations."""
     offset: int
-    """Bytes from the beginning of the allocation to the page of block 0."""
     block_stride: int
-    """Bytes from one block's page to the next block's."""
     page_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """The blocks of one KV-cache group. Block ids go from 0 to ``num_blocks - 1``."""
+    """The blocks of one KV-cache group, with ids from 0 to ``num_blocks - 1``.
+
+    ``regions`` are in the order in which host memory keeps them.
+    """
 
     num_blocks: int
     blocks_per_chunk: int
     regions: tuple[BlockRegion, ...]
-    """In the order in which host memory keeps them."""
 
     @property
     def block_bytes(self) -> int:
@@ -118,11 +121,10 @@ class GroupMemory:
     def block_ids(
         self, named: Sequence[int] | npt.NDArray[np.integer], chunks: int, skip_blocks: int
     ) -> I64:
-        """The ids of the blocks of some chunks, chunk by chunk, as an array.
+        """The block ids of ``chunks`` chunks without the first ``skip_blocks`` blocks, as an array.
 
-        ``chunks`` is the number of chunks. The first ``skip_blocks`` blocks of the first of them
-        have no id. ValueError unless ``named`` has one id for each other block, and the group has
-        that block. The count is checked before any id is looked at.
+        ValueError unless ``named`` has an id for each block, and the group has all of them. The
+        count is checked before any id is looked at.
         """
         if not 0 <= skip_blocks < self.blocks_per_chunk:
             raise ValueError(

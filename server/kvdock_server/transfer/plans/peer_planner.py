@@ -11,8 +11,7 @@ not their bytes: each takes the driver a microsecond of the thread that feeds th
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,6 @@ from kvdock_server.transfer.plans.arrays import I64, U64
 from kvdock_server.transfer.plans.cost_model import COST_MODEL, segment_costs_us
 from kvdock_server.transfer.plans.pieces import Rectangles, Segments
 from kvdock_server.transfer.plans.regions import MergedRegions, cheapest_grouping
-
-Columns = TypeVar("Columns", Segments, Rectangles)
 
 
 class Pairs(NamedTuple):
@@ -41,13 +38,17 @@ class PeerPlanner:
 
     def __init__(self, source: MergedRegions, target: MergedRegions) -> None:
         """Blocks of both must have the same number of bytes."""
-        here, there, within = _common_cuts(source, target)
+        # A pair begins wherever a region begins on either side.
+        begins = np.union1d(source.host_offset, target.host_offset)
+        end = source.host_offset[-1] + source.nbytes[-1]
+        here = np.searchsorted(source.host_offset, begins, side="right") - 1
+        there = np.searchsorted(target.host_offset, begins, side="right") - 1
         self.pairs = Pairs(
-            source.device[here] + within.here,
+            source.device[here] + begins - source.host_offset[here],
             source.stride[here],
-            target.device[there] + within.there,
+            target.device[there] + begins - target.host_offset[there],
             target.stride[there],
-            within.nbytes,
+            np.diff(np.append(begins, end)),
         )
         costs_us = segment_costs_us(self.pairs.nbytes)
         # Rows of a rectangle share an allocation and a stride on both sides.
@@ -82,7 +83,7 @@ class PeerPlanner:
             return self._by_blocks(ids)
         segments, rectangles = self._by_rows(first[by_rows], lengths[by_rows])
         more_segments, more_rectangles = self._by_blocks(ids[np.repeat(~by_rows, lengths)])
-        return _joined(segments, more_segments), _joined(rectangles, more_rectangles)
+        return segments + more_segments, rectangles + more_rectangles
 
     def _runs(self, ids: I64) -> tuple[I64, I64, npt.NDArray[np.bool_]]:
         """For each run of consecutive blocks its first one, its length, and whether it goes as a
@@ -128,39 +129,3 @@ class PeerPlanner:
             np.tile(pairs.nbytes[first], count),
             *(np.tile(column, count) for column in groups.T[1:]),
         )
-
-
-class _Within(NamedTuple):
-    """One row a pair: where it begins in its region on each side, and how long it is, in bytes."""
-
-    here: U64
-    there: U64
-    nbytes: U64
-
-
-def _common_cuts(
-    source: MergedRegions, target: MergedRegions
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], _Within]:
-    """The pairs of a block: for each its region on both sides, and where it lies in them."""
-    end = source.host_offset[-1] + source.nbytes[-1]
-    begins = np.union1d(source.host_offset, target.host_offset)
-    here = np.searchsorted(source.host_offset, begins, side="right") - 1
-    there = np.searchsorted(target.host_offset, begins, side="right") - 1
-    return (
-        here,
-        there,
-        _Within(
-            begins - source.host_offset[here],
-            begins - target.host_offset[there],
-            np.diff(np.append(begins, end)),
-        ),
-    )
-
-
-def _joined(some: Columns, more: Columns) -> Columns:
-    return type(some)(
-        *(
-            np.concatenate([getattr(some, column.name), getattr(more, column.name)])
-            for column in fields(some)
-        )
-    )

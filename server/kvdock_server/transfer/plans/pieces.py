@@ -6,7 +6,9 @@ cancelled transfer ends soon.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,34 +35,46 @@ MAX_OPERATION_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
-    """Contiguous copies: ``nbytes[i]`` bytes at ``device[i]`` belong to those at ``host[i]``.
+class _Copies:
+    """Copies between device and host memory: in each column one number for each copy."""
 
-    All columns have the same length. ``device`` and ``host`` are addresses.
-    """
+    def __len__(self) -> int:
+        return len(self._columns()[0])
+
+    def take(self, index: slice | npt.NDArray[np.bool_]) -> Self:
+        """The copies that a slice or a mask selects."""
+        return type(self)(*(column[index] for column in self._columns()))
+
+    def __add__(self, more: Self) -> Self:
+        pairs = zip(self._columns(), more._columns(), strict=True)
+        return type(self)(*(np.concatenate(pair) for pair in pairs))
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        """Copy by copy, its numbers in the order of the columns."""
+        return zip(*(column.tolist() for column in self._columns()), strict=True)
+
+    def _columns(self) -> list[U64]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments(_Copies):
+    """Contiguous copies: ``nbytes`` at address ``device`` belong to those at address ``host``."""
 
     device: U64
     host: U64
     nbytes: U64
 
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
     @property
     def total_bytes(self) -> int:
         return int(self.nbytes.sum())
 
-    def take(self, index: slice | npt.NDArray[np.bool_]) -> Segments:
-        """The segments that a slice or a mask selects."""
-        return Segments(self.device[index], self.host[index], self.nbytes[index])
-
 
 @dataclass(frozen=True, slots=True)
-class Rectangles:
-    """Copies of ``height[i]`` rows of ``width[i]`` bytes each.
+class Rectangles(_Copies):
+    """Copies of ``height`` rows of ``width`` bytes, the first at addresses ``device`` and ``host``.
 
-    Row 0 is at ``device[i]`` and ``host[i]``. On each side a row begins one pitch, in bytes, after
-    the row before it. All columns have the same length.
+    Each further row begins one pitch, in bytes, after the row before it.
     """
 
     device: U64
@@ -70,23 +84,9 @@ class Rectangles:
     device_pitch: U64
     host_pitch: U64
 
-    def __len__(self) -> int:
-        return len(self.width)
-
     @property
     def total_bytes(self) -> int:
         return int((self.width * self.height).sum())
-
-    def take(self, index: slice | npt.NDArray[np.bool_]) -> Rectangles:
-        """The rectangles that a slice or a mask selects."""
-        return Rectangles(
-            self.device[index],
-            self.host[index],
-            self.width[index],
-            self.height[index],
-            self.device_pitch[index],
-            self.host_pitch[index],
-        )
 
     def rows(self) -> Segments:
         """The same bytes, with a segment for each row."""
@@ -103,14 +103,13 @@ class Rectangles:
 class ScatteredBlocks:
     """Whole blocks that a kernel moves between the cache and a staging buffer.
 
-    Block ``ids[i]`` lies in the buffer at byte ``i * block_bytes``.
+    Block ``ids[i]`` lies in the buffer at byte ``i * block_bytes``. ``host`` are the copies between
+    the buffer and host memory; their ``device`` is an offset into the buffer.
     """
 
     ids: I64
     block_bytes: int
     host: Segments
-    """Copies between the buffer and host memory. Their ``device`` column has offsets into the
-    buffer in place of addresses."""
 
     @property
     def total_bytes(self) -> int:
@@ -124,13 +123,12 @@ class ForwardedBlocks:
     ids: I64
     block_bytes: int
     receivers: int
-    """How many devices the blocks go to."""
     after: tuple[int, int]
     """CUDA events. The blocks have arrived on the load's device when both are done."""
 
     @property
     def total_bytes(self) -> int:
-        """Counted once for all receivers, since all of them are copied to at the same time."""
+        """Counted once, however many receivers there are: all get them at the same time."""
         return len(self.ids) * self.block_bytes
 
 

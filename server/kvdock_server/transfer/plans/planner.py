@@ -48,11 +48,7 @@ class Planner:
     """Plans the copies of one group of one worker."""
 
     def __init__(
-        self,
-        layout: GroupMemory,
-        bases: Sequence[int],
-        *,
-        borders: U64 | None = None,
+        self, layout: GroupMemory, bases: Sequence[int], *, borders: U64 | None = None
     ) -> None:
         """``bases`` are the addresses at which the worker's allocations are mapped here.
 
@@ -256,9 +252,7 @@ class Planner:
 
 
 def host_addresses(
-    slots: Sequence[int] | npt.NDArray[np.integer],
-    layout: GroupMemory,
-    skip_blocks: int = 0,
+    slots: Sequence[int] | npt.NDArray[np.integer], layout: GroupMemory, skip_blocks: int = 0
 ) -> U64:
     """The host address of each block of the chunks that lie at addresses ``slots``.
 

@@ -14,47 +14,46 @@ from kvdock_server.transfer.plans.group_memory import GroupMemory
 from kvdock_server.transfer.plans.pieces import MAX_OPERATION_BYTES
 
 _STEPS = (1, 2)
-"""A strided group has every region from its first on, or every second one. The second form is for
-K and V of a layer at one distance, and layers at another."""
+"""A strided group has every region from its first on, or every second one: K and V of a layer may
+lie at one distance, and layers at another."""
 
 
 class MergedRegions(NamedTuple):
     """The regions of one group, those merged that follow one another on both sides.
 
-    One row for each region, in the order in which the host keeps them.
+    In each column one number for each region, in the order in which the host keeps them: the index
+    of its allocation, the address of block 0's page, the bytes from one block's page to the next
+    block's, the bytes of a page, and where it begins in a block in host memory.
     """
 
     allocation: I64
-    """Index of the region's allocation."""
     device: U64
-    """Address of the page of block 0."""
     stride: U64
-    """Bytes from one block's page to the next block's."""
     nbytes: U64
-    """Bytes of the page."""
     host_offset: U64
-    """Bytes from the beginning of a block in host memory."""
 
 
 class StridedGroup(NamedTuple):
-    """Regions that lie at one pitch on both sides: for each block, the rows of one rectangle."""
+    """``rows`` regions from index ``first`` on that lie at one pitch, in bytes, on either side.
+
+    For each block they are the rows of one rectangle.
+    """
 
     first: int
-    """Index of the first region."""
     rows: int
-    """Number of regions."""
     device_pitch: int
     host_pitch: int
 
 
 class Grouping(NamedTuple):
-    """All regions, each either in a strided group or copied as a segment of its own."""
+    """All regions: some in strided groups, the others (their indices) as segments of their own.
+
+    ``block_us`` is the cost of one block's copies.
+    """
 
     strided: list[StridedGroup]
     singles: npt.NDArray[np.intp]
-    """Indices of the regions that are in no strided group, ascending."""
     block_us: float
-    """Cost of one block's copies, beyond its bytes' own time on the link."""
 
 
 def merged(layout: GroupMemory, bases: Sequence[int]) -> MergedRegions:
