@@ -212,7 +212,7 @@ def watched(
             EngineProcess(
                 make_checkpoint(folder, case.shape),
                 log=folder / "engine.log",
-                kv_connector={"kvdock.address": server.address},
+                kv_connector={"kvdock.address": server.address, "kvdock.mla_on_cpu": True},
                 kv_events_config=subscriber.config,
                 environment=environment,
                 **arguments,

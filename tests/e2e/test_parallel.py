@@ -4,7 +4,8 @@ The first engine computes every prompt, the second loads them all. Then bytes ar
 server, between ranks where each has its own: other tokens show that the place of bytes matters.
 
 On CPUs vLLM answers a prompt of an MLA model differently alone and in a batch, and a token
-differently as the end of a prompt and as a generated one; and one without adapter, in a batch with
+differently as the end of a prompt and as a generated one (so that such models are cached only where
+kvdock.mla_on_cpu asks for it: test_mla_on_cpu.py); and one without adapter, in a batch with
 others that have one, as if it had theirs. So prompts are run one by one, and what is compared are
 generated tokens: the second engine's prompt has the first one's first answer at its end, which is
 all that it has to compute before it goes on in the same way.
@@ -72,7 +73,11 @@ def server() -> Iterator[ServerProcess]:
 
 
 def engine_at(server: ServerProcess, model: Path, log: Path, **arguments: Any) -> EngineProcess:
-    settings = {"kvdock.address": server.address, "kvdock.lookup_timeout_ms": 3000}
+    settings = {
+        "kvdock.address": server.address,
+        "kvdock.lookup_timeout_ms": 3000,
+        "kvdock.mla_on_cpu": True,
+    }
     return EngineProcess(model, log=log, kv_connector=settings, **arguments)
 
 

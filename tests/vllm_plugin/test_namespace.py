@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from kvdock_vllm.layout import UnsupportedLayoutError
 from kvdock_vllm.metadata import GroupPages, WorkerDescription
 from kvdock_vllm.namespace import derive_namespace, model_facts
 from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.weights import files_digest
 
 SHAPE = GroupShape(None, GroupKind.FULL_ATTENTION, 32, ("layer.0",))
 PAGES = GroupPages(4096, ("layer.0:4096:bfloat16[d1=2,d2=32,d3=64]:CPU_ATTN,vec",))
@@ -67,7 +69,8 @@ def derive(
 
 def test_it_says_what_the_server_has_to_know(model: Path) -> None:
     namespace = derive(describe(model))
-    assert namespace.name.startswith("tiny@")
+    assert namespace.name.startswith("llama@")
+    assert namespace.labels["model"] == str(model)
     assert len(namespace.name) <= 256
     assert namespace.chunk_tokens == 256
     assert namespace.kv_world_size == 1
@@ -213,6 +216,41 @@ def test_what_does_not_matter_does_not_part_engines(model: Path, tmp_path: Path)
     assert derive(describe(model, max_model_len=128)).name == name
     assert derive(describe(model, kv_cache_dtype="auto", block_size=64)).name == name
     assert derive(describe(model, max_num_seqs=3, served_model_name="x")).name == name
+
+
+def test_a_checkpoint_is_the_same_under_another_name(model: Path, tmp_path: Path) -> None:
+    renamed = tmp_path / "somewhere" / "tuned-v2"
+    shutil.copytree(model, renamed)
+    one, other = derive(describe(model)), derive(describe(renamed))
+    assert other.name == one.name
+    assert other.labels["model"] == str(renamed)
+
+
+def test_checkpoints_are_told_apart_where_all_files_have_one_time(tmp_path: Path) -> None:
+    # As in images and archives that are made to be reproducible.
+    folders = [make_checkpoint(tmp_path / f"seed{seed}", TINY, seed=seed) for seed in (0, 1)]
+    for file in (file for folder in folders for file in folder.iterdir()):
+        os.utime(file, ns=(0, 0))
+    weights = [next(folder.glob("*.safetensors")).stat() for folder in folders]
+    assert weights[0].st_size == weights[1].st_size
+    assert len({derive(describe(folder)).name for folder in folders}) == 2
+
+
+def test_a_model_of_one_file_is_the_same_under_another_name(tmp_path: Path) -> None:
+    file, renamed, other = (tmp_path / f"{name}.gguf" for name in ("model", "renamed", "other"))
+    file.write_bytes(b"weights " * 1000)
+    shutil.copy2(file, renamed)
+    other.write_bytes(b"others. " * 1000)
+    os.utime(other, ns=(0, file.stat().st_mtime_ns))
+    assert files_digest(renamed) == files_digest(file) != files_digest(other)
+
+
+def test_no_sample_is_taken_of_empty_files(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").touch()
+    (tmp_path / "b.bin").write_bytes(b"x")
+    before = files_digest(tmp_path)
+    (tmp_path / "b.bin").unlink()
+    assert files_digest(tmp_path) != before
 
 
 def test_rewritten_weights_are_others_even_at_their_old_place(tmp_path: Path) -> None:

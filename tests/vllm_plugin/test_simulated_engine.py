@@ -712,23 +712,45 @@ def test_ranks_that_the_handshake_left_out(start_engine: StartEngine) -> None:
     assert extra(engine.generate(prompt(2 * C), kv_transfer_params=ASK)) == 2 * C
 
 
+# As vLLM has it for its reference kernels of MLA on CPUs.
+MLA_ON_CPU: dict[str, Any] = {
+    "mla": True,
+    "enable_chunked_prefill": False,
+    "max_num_batched_tokens": 2048,
+    "extra_config": {"kvdock.mla_on_cpu": True},
+}
+
+
+def test_an_engine_whose_answers_a_hit_would_change_is_served_without_cache(
+    start_engine: StartEngine, kvdock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start_engine(**{**MLA_ON_CPU, "extra_config": {}})
+    assert "KVDock does nothing for this engine" in caplog.text
+    assert "kvdock.mla_on_cpu" in caplog.text
+    for _ in range(2):
+        outcome = engine.generate(prompt(2 * C), max_tokens=C, kv_transfer_params=ASK)
+        assert outcome.tokens == engine.expected(prompt(2 * C), C)
+        assert extra(outcome) == 0
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not status(kvdock).sessions
+    assert "no server answers" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("tokens", "loaded"), [(2 * C - 1, 0), (2 * C, 2 * C), (2 * C + 1, 2 * C), (2 * C + 2, 0)]
 )
 def test_an_engine_that_cannot_continue_prompts_gets_whole_ones(
     start_engine: StartEngine, tokens: int, loaded: int
 ) -> None:
-    # As vLLM does for its reference kernels of MLA on CPUs.
-    arguments = {"mla": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
-    start_engine(**arguments).generate(prompt(tokens))
-    warm = start_engine(**arguments).generate(prompt(tokens), kv_transfer_params=ASK)
+    start_engine(**MLA_ON_CPU).generate(prompt(tokens))
+    warm = start_engine(**MLA_ON_CPU).generate(prompt(tokens), kv_transfer_params=ASK)
     assert extra(warm) == loaded
 
 
 def test_an_engine_that_cannot_continue_prompts_gets_all_or_nothing(
     start_engine: StartEngine,
 ) -> None:
-    engine = start_engine(mla=True, enable_chunked_prefill=False, max_num_batched_tokens=2048)
+    engine = start_engine(**MLA_ON_CPU)
     cold = engine.generate(prompt(4 * C), max_tokens=4)
     engine.forget()
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)

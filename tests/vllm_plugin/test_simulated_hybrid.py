@@ -251,7 +251,6 @@ def test_what_windows_left_behind_is_stored_by_a_store_that_begins_late(
         return real(self, *arguments)
 
     monkeypatch.setattr(SharedTransfers, "store", late)
-    monkeypatch.setattr(worker_module, "_TURN_SECONDS", 0.01)
     monkeypatch.setattr(stores_module, "_RETRY_SECONDS", 0.0)
     groups = (FULL, Layers(16, window=2 * C), Layers(16, window=2 * C))
     engine = start_engine(groups=groups, max_num_batched_tokens=1024, num_blocks=400)

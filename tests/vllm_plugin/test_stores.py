@@ -117,18 +117,17 @@ def test_what_windows_leave_behind_while_it_is_read(stores: Stores, record: Reco
     assert first is not None
     assert second is not None
     # The window behind 54 tokens begins in the first block, behind 55 in the second, and so on.
-    for computed, left in ((54, {}), (55, {first.job_id: [101]}), (71, {first.job_id: [101, 102]})):
-        assert stores.leaving({"r": computed}) == left
-    request.num_computed_tokens = 4 * CHUNK
-    assert stores.leaving({}) == {first.job_id: [101, 102, 103, 104], second.job_id: [105]}
-    assert stores.leaving({"r": 10}) == {
-        first.job_id: [101, 102, 103, 104],
-        second.job_id: [105, 106],
-    }
+    parts = {1: [101, 102], 2: [101, 102, 103, 104]}
+    for computed, count in ((54, 0), (55, 1), (86, 1), (87, 2), (118, 2)):
+        assert stores.leaving({"r": computed}) == ({first.job_id: parts[count]} if count else {})
+    request.num_computed_tokens = 118
+    left = {first.job_id: parts[2], second.job_id: [105, 106]}
+    assert stores.leaving({}) == {first.job_id: parts[2]}
+    assert stores.leaving({"r": 1}) == left
     assert stores.note(first.job_id, StoreOutcome(workers=1, refused_from=None))
-    assert stores.leaving({}) == {second.job_id: [105]}
+    assert stores.leaving({"r": 1}) == {second.job_id: [105, 106]}
     record.jobs.clear()
-    assert stores.leaving({}) == {}, "a preempted request's blocks are not its own"
+    assert stores.leaving({"r": 1}) == {}, "a preempted request's blocks are not its own"
 
 
 def test_the_stores_that_read_a_block(stores: Stores, record: Record) -> None:

@@ -10,7 +10,6 @@ import hashlib
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdock.types import Group, Namespace
@@ -63,9 +62,10 @@ def derive_namespace(
     }
     digest = hashlib.sha256(weights.canonical(facts)).hexdigest()
     config: Any = vllm_config.model_config
-    short_name = re.sub(r"[^!-~]", "_", Path(config.model).name)[-64:] or "model"
+    # What a model is called, and where it lies, is no part of what it is: that is a label.
+    kind = re.sub(r"[^!-~]", "_", str(getattr(config.hf_config, "model_type", "")))[:64] or "model"
     return Namespace(
-        name=f"{short_name}@{digest[:32]}",
+        name=f"{kind}@{digest[:32]}",
         chunk_tokens=chunk_tokens,
         kv_world_size=strategy.kv_world_size,
         groups=tuple(

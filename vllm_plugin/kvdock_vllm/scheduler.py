@@ -35,6 +35,7 @@ from kvdock_vllm.config import Config
 from kvdock_vllm.events import Relay, Teller, publishes_events
 from kvdock_vllm.groups import GroupShape, fitting_chunk_tokens
 from kvdock_vllm.holds import Holds
+from kvdock_vllm.kernels import cannot_continue_prompts, hits_change_answers, warn_of_no_hits
 from kvdock_vllm.keys import ScopeReader
 from kvdock_vllm.link import Breaker, Link, Live
 from kvdock_vllm.loads import Load, plan_load
@@ -105,7 +106,10 @@ class SchedulerHalf:
         self._shapes = shapes
         # What is computed of a request when a load begins must be whole blocks of every group.
         self._block_tokens = fitting_chunk_tokens(1, self._shapes)
-        self._whole_prompts_only = _cannot_continue_prompts(vllm_config, self._strategy)
+        self._whole_prompts_only = cannot_continue_prompts(vllm_config, self._strategy)
+        self._does_nothing = hits_change_answers(vllm_config, self._strategy, config)
+        if self._does_nothing:
+            warn_of_no_hits(vllm_config)
         self._scopes = ScopeReader(vllm_config)
         self._relay = (
             Relay.of_engine(vllm_config, kv_cache_config, config.address)
@@ -169,7 +173,7 @@ class SchedulerHalf:
         ``at_start`` waits a moment for that, so that the first request finds the cache if there is
         one.
         """
-        if self._is_connecting:
+        if self._is_connecting or self._does_nothing:
             return
         self._workers.update((worker.worker_id, worker) for worker in descriptions)
         if len(self._workers) < self._strategy.world_size:
@@ -566,6 +570,8 @@ class SchedulerHalf:
         succeeds as well, since the next one is asked for nothing before it is cleared: vLLM, which
         sleeps and pauses with a reset, must not fail for a cache that is away.
         """
+        if self._does_nothing:
+            return True
         for record in self._records.values():
             record.forget_lookup()
             record.stored_chunks = 0
@@ -601,19 +607,6 @@ class SchedulerHalf:
         self._link.close()
         if self._relay is not None:
             self._relay.close()
-
-
-def _cannot_continue_prompts(vllm_config: VllmConfig, strategy: ParallelStrategy) -> bool:
-    """Whether the engine can only compute a prompt from its first token, or its very last token.
-
-    vLLM's reference kernels for MLA on CPUs read no earlier tokens while they compute a prompt.
-    vLLM therefore turns chunked prefill off for them, and a hit that ends inside a prompt would be
-    answered wrongly. The last token alone is computed as generated tokens are, which is right.
-    """
-    from vllm.platforms import current_platform
-
-    chunked = bool(vllm_config.scheduler_config.enable_chunked_prefill)
-    return current_platform.is_cpu() and strategy.use_mla and not chunked
 
 
 def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:

@@ -14,8 +14,10 @@ the workers end them before.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import itemgetter
 
 from kvdock.types import GroupKind
 from kvdock_vllm.events import Teller
@@ -34,8 +36,9 @@ class _Job:
 
     record: Record
     block_ids: frozenset[int]
-    of_windows: tuple[tuple[int, int], ...]
-    """Those of windows, each behind the number of computed tokens with which it is left behind."""
+    of_windows: list[tuple[int, tuple[int, ...]]]
+    """The blocks of each part of a window, behind the number of computed tokens with which the
+    first of them is left behind, in that order."""
     workers: int
     """How many have not yet reported."""
 
@@ -105,7 +108,7 @@ class Stores:
         job_id = self._num_jobs
         record.jobs.add(job_id)
         block_ids = frozenset(block for group in groups for block in group.block_ids)
-        of_windows = tuple(self._of_windows(groups, chunk_tokens))
+        of_windows = sorted(self._of_windows(groups, chunk_tokens))
         self._jobs[job_id] = _Job(record, block_ids, of_windows, self._workers)
         return StoreSpec(job_id, record.request.request_id, groups, target)
 
@@ -147,18 +150,17 @@ class Stores:
 
     def _of_windows(
         self, groups: Iterable[GroupStore], chunk_tokens: int
-    ) -> Iterator[tuple[int, int]]:
-        """The blocks that windows leave behind, each behind the number of computed tokens with
-        which they do.
-        """
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """As :class:`_Job` has them, in any order."""
         for group in groups:
             shape = self._shapes[group.position]
             if not shape.window_tokens:
                 continue
-            chunks = range(group.first_chunk, group.first_chunk + len(group.keys))
-            parts = (shape.part(chunk, chunk_tokens) for chunk in chunks)
-            indices = (index for part in parts for index in range(part.start, part.stop))
-            yield from zip(map(shape.left_behind_at, indices), group.block_ids, strict=True)
+            in_part = shape.part_blocks(chunk_tokens)
+            for index in range(len(group.keys)):
+                part = shape.part(group.first_chunk + index, chunk_tokens)
+                block_ids = group.block_ids[index * in_part : (index + 1) * in_part]
+                yield shape.left_behind_at(part.start), block_ids
 
     def reading(self, block_ids: Iterable[int]) -> list[int]:
         """The stores that read any of these blocks."""
@@ -168,9 +170,9 @@ class Stores:
         ]
 
     def leaving(self, num_scheduled: Mapping[str, int]) -> dict[int, list[int]]:
-        """For each store the blocks that it reads and that the windows of its request leave behind
-        with the next step, or have left behind. ``num_scheduled`` are the tokens that this step
-        computes, by request.
+        """For each store the blocks of the parts that it reads and that the windows of its request
+        begin to leave behind with the next step, or have left behind. ``num_scheduled`` are the
+        tokens that this step computes, by request.
         """
         found: dict[int, list[int]] = {}
         for job_id, job in self._jobs.items():
@@ -180,9 +182,9 @@ class Stores:
             if not job.of_windows or job_id not in job.record.jobs or request.is_finished():
                 continue
             computed = request.num_computed_tokens + num_scheduled.get(request.request_id, 0)
-            blocks = [block for left_at, block in job.of_windows if left_at <= computed]
-            if blocks:
-                found[job_id] = blocks
+            count = bisect_right(job.of_windows, computed, key=itemgetter(0))
+            if count:
+                found[job_id] = [block for _, part in job.of_windows[:count] for block in part]
         return found
 
     def note(self, job_id: int, outcome: StoreOutcome) -> bool:

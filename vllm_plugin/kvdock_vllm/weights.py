@@ -1,6 +1,6 @@
 """Which weights an engine has: what a checkpoint or an adapter is known by.
 
-Their files are too large to be read.
+Their files are too large to be read whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,10 @@ _FILE_FORMATS = (
     "gguf",
     "bitsandbytes",
 )
+
+# Where samples are taken, modulo the size of all files, and how much.
+_PLACES = tuple(int.from_bytes(hashlib.sha256(b"%d" % n).digest()[:8]) for n in range(256))
+_SAMPLE_BYTES = 64
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -131,20 +135,45 @@ def _hub_folder(
 
 
 def files_digest(path: Path) -> str:
-    """Identity of a checkpoint's or adapter's files.
+    """Identity of a checkpoint's or adapter's files, wherever they are and whatever ``path`` is
+    called.
 
-    Their names, sizes and times of change: what is written anew is something else, what is only
-    mounted elsewhere is not. What an adapter applies to enters with its text; a model's own
-    configuration enters the namespace as vLLM has read it.
+    In a folder their names; sizes and times of change: what is written anew is something else. And
+    samples of their bytes, since images and archives may give all files one time. What an adapter
+    applies to enters with its text; a model's own configuration enters the namespace as vLLM has
+    read it.
     """
     digest = hashlib.sha256()
+    found: list[tuple[Path, int]] = []
     for file in [path] if path.is_file() else sorted(path.iterdir()):
         if file.name == "adapter_config.json":
             digest.update(canonical([file.name, file.read_text()]))
         elif file.suffix in _SUFFIXES:
             status = file.stat()
-            digest.update(canonical([file.name, status.st_size, status.st_mtime_ns]))
+            name = file.name if file != path else file.suffix
+            digest.update(canonical([name, status.st_size, status.st_mtime_ns]))
+            found.append((file, status.st_size))
+    for sample in _samples(found):
+        digest.update(sample)
     return digest.hexdigest()
+
+
+def _samples(files: Sequence[tuple[Path, int]]) -> Iterator[bytes]:
+    """Bytes of files of these sizes, from places that are the same ones for the same sizes.
+
+    They are so many that two checkpoints of which a twentieth differs have equal ones in two cases
+    of a million.
+    """
+    total = sum(size for _, size in files)
+    places = sorted(place % total for place in _PLACES) if total else []
+    begin = 0
+    for file, size in files:
+        with file.open("rb", buffering=0) as stream:
+            for place in places:
+                if begin <= place < begin + size:
+                    stream.seek(place - begin)
+                    yield stream.read(_SAMPLE_BYTES)
+        begin += size
 
 
 def last_change(path: Path) -> float:

@@ -27,6 +27,7 @@ from kvdock_vllm import affinity
 from kvdock_vllm.config import Config
 from kvdock_vllm.copier import CopyStoppedError
 from kvdock_vllm.groups import GroupShape, loads_fail_whole
+from kvdock_vllm.kernels import hits_change_answers
 from kvdock_vllm.layout import GroupLayout, group_layout
 from kvdock_vllm.link import Breaker, Link
 from kvdock_vllm.metadata import (
@@ -127,6 +128,7 @@ class WorkerHalf:
         self._engine_id = str(transfer.engine_id)
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=True)
         self._transfer_mode = config.transfer_mode
+        self._does_nothing = hits_change_answers(vllm_config, self._strategy, config)
         self._shapes = shapes
         self._layouts: tuple[GroupLayout, ...] = ()
         self._kv_caches: Mapping[str, torch.Tensor] = {}
@@ -192,7 +194,8 @@ class WorkerHalf:
             ),
             use_mla=self._strategy.use_mla,
         )
-        self._link.start()
+        if not self._does_nothing:
+            self._link.start()
 
     @property
     def description(self) -> WorkerDescription | None:
