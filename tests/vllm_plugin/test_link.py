@@ -170,6 +170,43 @@ def test_renewal_also_refuses_a_session_that_is_just_being_prepared(server: Any)
         assert live.prepared == 1, "what was prepared before the renewal must not be used"
     finally:
         link.close()
+def test_a_renewal_waits_for_one_that_is_under_way(server: Any) -> None:
+    allowed = threading.Semaphore(1)
+
+    def prepare(client: Client, session: Session) -> None:
+        assert allowed.acquire(timeout=5)
+
+    link = Link("test", parse(server.address), open_session, prepare)
+    try:
+        link.start(5)
+        assert link.current is not None
+        assert link.renew(0) is False
+        renewed: list[bool] = []
+        second = threading.Thread(target=lambda: renewed.append(link.renew(5)))
+        second.start()
+        allowed.release(2)  # the attempt that the second one refuses, perhaps, and the one after
+        second.join()
+        assert renewed == [True]
+        assert link.failure is None
+    finally:
+        link.close()
+
+
+def test_a_renewal_ends_with_the_first_failure_and_says_why(server: Any, make_link: Any) -> None:
+    link = make_link(server.address)
+    assert link.renew(5) is False, "nobody connects yet"
+    link.start(5)
+    server.kill()
+    eventually(lambda: link.current is None)
+    began = time.monotonic()
+    assert link.renew(60) is False
+    assert time.monotonic() - began < 30
+    assert "no KVDock server answers" in link.failure
+    server.start()
+    eventually(lambda: link.current is not None)
+    assert link.failure is None
+
+
 
 
 def test_what_cannot_succeed_is_not_tried_again(

@@ -71,22 +71,29 @@ class Link(Generic[Prepared]):
         self._autostart = autostart
         self._changed = threading.Condition()
         self._current: Live[Prepared] | None = None
+        self._failure: str | None = "it was not tried yet"
         self._renewals = 0
         self._closing = False
         self._attempt_now = threading.Event()
-        self._attempted = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvdock-{name}", daemon=True)
 
     def start(self, seconds: float = 0.0) -> None:
         """Begins to connect, and waits so long for the first attempt to succeed or fail."""
-        self._thread.start()
-        self._attempted.wait(seconds)
+        with self._changed:
+            self._failure = None
+            self._thread.start()
+            self._changed.wait_for(self._is_settled, seconds)
 
     @property
     def current(self) -> Live[Prepared] | None:
         """The open session; None while there is none. Never waits."""
         live = self._current
         return live if live is not None and live.session.alive else None
+
+    @property
+    def failure(self) -> str | None:
+        """Why there was no session after the last attempt; None if there was, or none has ended."""
+        return self._failure
 
     def wait(self, epoch: int, seconds: float) -> Live[Prepared] | None:
         """The open session with the server process of that epoch, if it is there in time.
@@ -107,7 +114,8 @@ class Link(Generic[Prepared]):
     def renew(self, seconds: float) -> bool:
         """Ends the session, so that another is opened and prepared; true if it is there in time.
 
-        What hangs on the old session is gone when this returns.
+        Waits no longer than for the first failure (:attr:`failure`), and not at all where the last
+        attempt before had failed. What hangs on the old session is gone when this returns.
         """
         with self._changed:
             self._current = None
@@ -115,13 +123,15 @@ class Link(Generic[Prepared]):
             self._renewals += 1
             self._changed.notify_all()
             self._attempt_now.set()
-            return self._changed.wait_for(lambda: self._current is not None, seconds)
+            self._changed.wait_for(self._is_settled, seconds)
+            return self._current is not None
 
     def close(self) -> None:
         """Ends the session and the thread."""
         with self._changed:
             self._closing = True
             self._current = None
+            self._failure = "it was closed"
             self._changed.notify_all()
         self._attempt_now.set()
         if self._thread.ident is not None:
@@ -138,7 +148,7 @@ class Link(Generic[Prepared]):
                 live = self._connect()
             except KVDockError as error:
                 outage.noticed(error)
-                self._attempted.set()
+                self._fail(error.message)
                 if self._autostart is not None and type(error) is Unavailable:
                     self._autostart.start()
                 self._attempt_now.wait(delay)
@@ -146,11 +156,11 @@ class Link(Generic[Prepared]):
                 continue
             except ValueError as error:
                 _log.error("KVDock is not used by this engine (%s): %s", self._name, error)
-                self._attempted.set()
+                self._fail(str(error))
                 return
-            except Exception:
+            except Exception as error:
                 _log.exception("KVDock (%s) could not connect to %s", self._name, self._address)
-                self._attempted.set()
+                self._fail(repr(error))
                 self._attempt_now.wait(_LONGEST_DELAY)
                 continue
             delay = _FIRST_DELAY
@@ -181,12 +191,22 @@ class Link(Generic[Prepared]):
             if self._closing or renewals != self._renewals:
                 return
             self._current = live
-            self._attempted.set()
+            self._failure = None
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._current is not live or not live.session.alive)
             self._current = None
         if (why := live.session.lost) is not None:
             _log.info("%s: session ended: %s", self._name, why)
+
+    def _fail(self, why: str) -> None:
+        """Notes that an attempt failed."""
+        with self._changed:
+            self._failure = why
+            self._changed.notify_all()
+
+    def _is_settled(self) -> bool:
+        """There is a session, or none could be had. Under the lock."""
+        return self._current is not None or self._failure is not None
 
     def _lost(self, why: str) -> None:
         """Runs on the session's own thread."""

@@ -538,11 +538,10 @@ class SchedulerHalf:
             record.is_of_before = any(record.tables)
         self._stale_jobs = set(self._stores.under_way)
         self._clears_wanted += 1
-        done = self._link.renew(_RESET_SECONDS if self._link.current else 0)
-        if not done:
+        if not self._link.renew(_RESET_SECONDS):
             _log.warning(
-                "KVDock's cache could not be reset now, since no server answers; it will be as "
-                "soon as one does"
+                "KVDock's cache could not be reset now (%s); it will be before it is used again",
+                self._link.failure or f"no session within {_RESET_SECONDS:g} s",
             )
         return True
 
