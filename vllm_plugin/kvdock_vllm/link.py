@@ -72,6 +72,8 @@ class Link(Generic[Prepared]):
         self._changed = threading.Condition()
         self._current: Live[Prepared] | None = None
         self._failure: str | None = "it was not tried yet"
+        self._awaited: dict[int, float] = {}
+        """Epochs that were waited for since there was a session, and since when."""
         self._renewals = 0
         self._closing = False
         self._attempt_now = threading.Event()
@@ -98,16 +100,18 @@ class Link(Generic[Prepared]):
     def wait(self, epoch: int, seconds: float) -> Live[Prepared] | None:
         """The open session with the server process of that epoch, if it is there in time.
 
-        For background threads that know from somebody else that the server is there.
+        For background threads that know from somebody else that the server is there. The time
+        counts for all of them together, from the first one that waits.
         """
-        deadline = time.monotonic() + seconds
         with self._changed:
             while not self._closing:
                 live = self.current
                 if live is not None and live.session.epoch == epoch:
                     return live
                 self._attempt_now.set()
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                now = time.monotonic()
+                deadline = self._awaited.setdefault(epoch, now) + seconds
+                if not self._changed.wait(max(0.0, deadline - now)):
                     return None
         return None
 
@@ -192,6 +196,7 @@ class Link(Generic[Prepared]):
                 return
             self._current = live
             self._failure = None
+            self._awaited.clear()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._current is not live or not live.session.alive)
             self._current = None
@@ -241,36 +246,3 @@ class _Outage:
                 "KVDock (%s) is connected to %s after %.1f s", self._name, self._address, seconds
             )
         self._since = None
-
-
-class Breaker:
-    """Spares callers the wait for a server that did not answer in time.
-
-    After a failure it is open for a while, twice as long after each further one, up to a limit;
-    then one more attempt may find out. Thread-safe as far as it must be: a race costs one attempt.
-    """
-
-    def __init__(self, first_seconds: float = 0.5, longest_seconds: float = 5.0) -> None:
-        self._first = first_seconds
-        self._longest = longest_seconds
-        self._seconds = first_seconds
-        self._open_until = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """True: do not even try."""
-        return time.monotonic() < self._open_until
-
-    def failed(self) -> bool:
-        """Notes an answer that did not come. True if the one before had come."""
-        first = self._open_until == 0.0
-        self._open_until = time.monotonic() + self._seconds
-        self._seconds = min(2 * self._seconds, self._longest)
-        return first
-
-    def succeeded(self) -> bool:
-        """Notes an answer. True if the one before had not come."""
-        recovered = self._open_until > 0.0
-        self._open_until = 0.0
-        self._seconds = self._first
-        return recovered

@@ -30,11 +30,12 @@ from kvdock import Client, Session
 from kvdock.errors import ServerError
 from kvdock.types import Namespace, SessionRole
 from kvdock_vllm.autostart import Autostart
+from kvdock_vllm.breaker import Breaker
 from kvdock_vllm.config import Config
 from kvdock_vllm.events import Relay, Teller, publishes_events
 from kvdock_vllm.groups import GroupShape, fitting_chunk_tokens
 from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.link import Breaker, Link, Live
+from kvdock_vllm.link import Link, Live
 from kvdock_vllm.loads import Load, plan_load
 from kvdock_vllm.lookup import Lookup, State
 from kvdock_vllm.metadata import (
@@ -124,7 +125,7 @@ class SchedulerHalf:
         )
         self._told: Live[Target] | None = None
         """The session that the workers know of."""
-        self._breaker = Breaker()
+        self._breaker = Breaker(self._link, config.lookup_timeout)
         self._stats = Stats()
         self._records: dict[str, Record] = {}
         self._loads: dict[str, Load] = {}
@@ -329,7 +330,7 @@ class SchedulerHalf:
                 _log.warning("the KVDock server answers again")
         elif lookup.state is State.TIMED_OUT:
             self._stats.add("lookup_timeouts")
-            if self._breaker.failed():
+            if self._breaker.failed(lookup.asked_at):
                 _log.warning(
                     "the KVDock server did not answer a lookup within %g s: requests are served "
                     "without cache until it does (kvdock.lookup_timeout_ms)",

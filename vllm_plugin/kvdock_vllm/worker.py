@@ -24,11 +24,12 @@ from kvdock import Client, Session
 from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.types import ChunkStatus, GroupKind, SessionRole, TransferMode
 from kvdock_vllm import affinity
+from kvdock_vllm.breaker import Breaker
 from kvdock_vllm.config import Config
 from kvdock_vllm.copier import CopyStoppedError
 from kvdock_vllm.groups import GroupShape, loads_fail_whole
 from kvdock_vllm.layout import GroupLayout, group_layout
-from kvdock_vllm.link import Breaker, Link
+from kvdock_vllm.link import Link
 from kvdock_vllm.metadata import (
     GroupPages,
     GroupStore,
@@ -65,6 +66,8 @@ _STORE_THREADS = 1
 
 # The scheduler's half found the server, so this one's session is only a moment behind.
 _SESSION_SECONDS = 2.0
+# A server that answers a heartbeat within this answers loads and stores as well.
+_HEARTBEAT_SECONDS = 1.0
 # How long stores of blocks that are given away may wait for their turn, how long these may be read
 # to the end, and how long it takes at most until a copy that was told to stop has stopped.
 _TURN_SECONDS = 0.25
@@ -139,7 +142,9 @@ class WorkerHalf:
             self._prepare_session,
             before_close=lambda session: self._transfers.wait_for_end(session),
         )
-        self._breaker = Breaker()
+        self._breaker = Breaker(self._link, _HEARTBEAT_SECONDS)
+        self._unconnected_epoch = 0
+        """Of the server that this worker was last said not to be connected to."""
         self._load_threads = _threads("kvdock-load", _LOAD_THREADS)
         self._store_threads = _threads("kvdock-store", _STORE_THREADS)
         self._closing = threading.Event()
@@ -419,9 +424,10 @@ class WorkerHalf:
             self._breaker.succeeded()
         except CopyStoppedError:
             _log.debug("request %s: %s was given up", name, verb)
+        asked_at = time.monotonic()
         except UnansweredError as error:
             ended.is_over = error.is_over
-            self._breaker.failed()
+            self._breaker.failed(asked_at)
             _log.warning(
                 "request %s: could not load: %s. The server may still write to its blocks, so the "
                 "request waits until the server goes on or its process has ended",
@@ -429,7 +435,7 @@ class WorkerHalf:
                 error.message,
             )
         except KVDockError as error:
-            if isinstance(error, DeadlineExceeded) and self._breaker.failed():
+            if isinstance(error, DeadlineExceeded) and self._breaker.failed(asked_at):
                 _log.warning("the KVDock server is slow: %s", error.message)
             _log.info("request %s: could not %s: %s", name, verb, error.message)
         except Exception:
@@ -443,7 +449,8 @@ class WorkerHalf:
             raise CopyStoppedError
         live = self._link.wait(target.epoch, _SESSION_SECONDS)
         if live is None:
-            if self._breaker.failed():
+            if target.epoch != self._unconnected_epoch:
+                self._unconnected_epoch = target.epoch
                 _log.warning(
                     "worker %d is not connected to the server that the scheduler found: it loads "
                     "and stores nothing until it is",
