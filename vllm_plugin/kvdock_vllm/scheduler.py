@@ -384,6 +384,7 @@ class SchedulerHalf:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """What the workers have to know for this step."""
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
+        num_busy = len(scheduler_output.num_scheduled_tokens) + len(self._loads)
         self._idle_seconds = 0.0 if has_forward else self._idle_wait
         metadata = StepMetadata(
             news=self._news(),
@@ -391,6 +392,7 @@ class SchedulerHalf:
             stores=self._new_stores,
             finished=self._new_finished,
             has_forward=has_forward,
+            has_waiting=len(self._records) > num_busy,
         )
         self._new_loads, self._new_stores, self._new_finished = [], [], []
         written, self._overwritten_blocks = self._overwritten_blocks, set()
