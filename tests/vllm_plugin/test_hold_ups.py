@@ -1,9 +1,15 @@
-"""Stores that wait, workers without session, stages that are not told when to save, blocks that are
-zeroed before anybody is asked: none of them holds an engine up, or makes it answer wrongly."""
+"""Stores that wait, for their turn or for the server, workers without session, stages that are not
+told when to save, blocks that are zeroed before anybody is asked: none of them holds an engine up,
+or makes it answer wrongly."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +22,7 @@ from vllm.v1.core.sched.interface import PauseState
 from kvdock.errors import PoolUnmappable
 from kvdock_vllm import scheduler
 from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.transfers import shared
 from kvdock_vllm.transfers.shared import SharedTransfers
 
 
@@ -50,6 +57,72 @@ def test_a_store_that_waits_behind_another_does_not_stop_a_step(
     assert engine.overwritten
     assert longest < 1
     engine.run()
+
+
+def idle_seconds() -> float:
+    """What this thread has waited so far: its garbage collection may take a second."""
+    return time.monotonic() - time.thread_time()
+
+
+@contextmanager
+def standing_still(server: Any) -> Iterator[None]:
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+def test_a_step_that_preempts_does_not_wait_for_a_server_that_stands_still(
+    start_engine: StartEngine, kvdock: Any
+) -> None:
+    engine = start_engine(num_blocks=40)
+    engine.generate(random_prompt(2 * C, seed=9))
+    engine.forget()
+    with standing_still(kvdock):
+        for number in range(7):
+            engine.add(str(number), random_prompt(C // 2 + number, seed=number), max_tokens=300)
+        longest = 0.0
+        while engine.overwritten < 3:
+            began = idle_seconds()
+            engine.step()
+            longest = max(longest, idle_seconds() - began)
+        # A store waits that long for the server.
+        assert longest < shared._STORE_RPC_SECONDS / 4
+    engine.run()
+
+
+def test_blocks_held_for_a_server_that_stands_still_are_given_to_who_waits_for_blocks(
+    start_engine: StartEngine, kvdock: Any
+) -> None:
+    engine = start_engine(num_blocks=40, extra_config={"kvdock.lookup_timeout_ms": 100})
+    engine.generate(random_prompt(2 * C, seed=9))
+    engine.forget()
+    with standing_still(kvdock):
+        names = [str(number) for number in range(12)]
+        for name in names:
+            engine.add(name, random_prompt(2 * C, seed=int(name)), max_tokens=2)
+        longest, last = 0.0, idle_seconds()
+        while any(engine.outcomes[name].finish_reason is None for name in names):
+            count = sum(len(engine.outcomes[name].tokens) for name in names)
+            engine.step()
+            if sum(len(engine.outcomes[name].tokens) for name in names) > count:
+                longest, last = max(longest, idle_seconds() - last), idle_seconds()
+        assert longest < shared._STORE_RPC_SECONDS / 4
+    engine.run()
+
+
+def test_an_engine_ends_although_the_server_stands_still(model: Path, kvdock: Any) -> None:
+    with SimulatedEngine(model, kvdock.address) as engine:
+        engine.generate(random_prompt(2 * C, seed=9))
+        with standing_still(kvdock):
+            engine.add("one", random_prompt(2 * C, seed=1), max_tokens=2)
+            while engine.outcomes["one"].finish_reason is None:
+                engine.step()
+            began = time.monotonic()
+            for rank in engine.ranks:
+                rank.connector.shutdown()
+            assert time.monotonic() - began < 0.7 * shared._STORE_RPC_SECONDS
 
 
 @pytest.mark.parametrize(("v2", "zeroing", "expected"), [(True, True, True), (True, False, False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -19,7 +20,7 @@ from kvdock import Client, Session
 from kvdock.address import parse
 from kvdock.errors import ServerError
 from kvdock_vllm.autostart import Autostart
-from kvdock_vllm.link import Breaker, Link
+from kvdock_vllm.link import Link
 
 StartServer = Callable[..., Any]
 
@@ -118,6 +119,27 @@ def test_wait_is_for_one_epoch_and_for_so_long(server: Any, make_link: Any) -> N
     assert 0.15 < time.monotonic() - began < 1
 
 
+def test_what_one_waited_for_in_vain_the_next_does_not_wait_for(
+    server: Any, make_link: Any
+) -> None:
+    link = make_link(server.address)
+    link.start(5)
+    epoch = link.current.session.epoch
+    assert link.wait(epoch + 1, 0.5) is None
+    began = time.monotonic()
+    assert link.wait(epoch + 1, 0.5) is None
+    assert time.monotonic() - began < 0.25
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        link.renew(0)
+        assert link.wait(epoch, 0.1) is None
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    eventually(lambda: link.current is not None, 10)
+    link.renew(0)
+    assert link.wait(epoch, 5) is not None, "of an outage that is over nothing is kept"
+
+
 def test_wait_hurries_the_next_attempt(server: Any, make_link: Any) -> None:
     link = make_link(server.address)
     server.kill()
@@ -147,6 +169,43 @@ def test_renewal_ends_the_session_and_prepares_another(
     assert link.current is None
     prepare.refuse = None
     eventually(lambda: link.current is not None)
+
+
+def test_a_renewal_waits_for_one_that_is_under_way(server: Any) -> None:
+    allowed = threading.Semaphore(1)
+
+    def prepare(client: Client, session: Session) -> None:
+        assert allowed.acquire(timeout=5)
+
+    link = Link("test", parse(server.address), open_session, prepare)
+    try:
+        link.start(5)
+        assert link.current is not None
+        assert link.renew(0) is False
+        renewed: list[bool] = []
+        second = threading.Thread(target=lambda: renewed.append(link.renew(5)))
+        second.start()
+        allowed.release(2)  # the attempt that the second one refuses, perhaps, and the one after
+        second.join()
+        assert renewed == [True]
+        assert link.failure is None
+    finally:
+        link.close()
+
+
+def test_a_renewal_ends_with_the_first_failure_and_says_why(server: Any, make_link: Any) -> None:
+    link = make_link(server.address)
+    assert link.renew(5) is False, "nobody connects yet"
+    link.start(5)
+    server.kill()
+    eventually(lambda: link.current is None)
+    began = time.monotonic()
+    assert link.renew(60) is False
+    assert time.monotonic() - began < 30
+    assert "no KVDock server answers" in link.failure
+    server.start()
+    eventually(lambda: link.current is not None)
+    assert link.failure is None
 
 
 def test_renewal_also_refuses_a_session_that_is_just_being_prepared(server: Any) -> None:
@@ -208,19 +267,6 @@ def test_closing_twice_and_before_the_start(server: Any, prepare: Preparation) -
     link.close()
     assert link.current is None
     assert not live.session.alive
-
-
-def test_a_breaker_spares_waits_and_tries_again() -> None:
-    breaker = Breaker(first_seconds=0.05, longest_seconds=0.1)
-    assert not breaker.is_open
-    assert breaker.failed() is True
-    assert breaker.is_open
-    assert breaker.failed() is False
-    eventually(lambda: not breaker.is_open, 1)
-    assert breaker.failed() is False
-    assert breaker.succeeded() is True
-    assert not breaker.is_open
-    assert breaker.succeeded() is False
 
 
 @pytest.fixture

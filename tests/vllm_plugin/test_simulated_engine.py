@@ -31,9 +31,11 @@ from simkit import (
 from simulator import BLOCK_TOKENS, SimulatedEngine
 from vllm.lora.request import LoRARequest
 
+from kvdock import Client, Session
 from kvdock_vllm import affinity
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.copier import Copier
+from kvdock_vllm.metadata import Target
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.worker import WorkerHalf
 
@@ -666,6 +668,42 @@ def test_a_reset_reaches_stores_that_are_under_way(
     assert status(kvdock).index.chunks == 0
     engine.forget()
     assert extra(engine.generate(prompt(2 * C), kv_transfer_params=ASK)) == 0
+
+
+def test_a_second_reset_waits_for_the_renewal_that_the_first_brought_about(
+    start_engine: StartEngine,
+    kvdock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two in a row with stores under way, as reinforcement learning does."""
+    engine, other = start_engine(), start_engine()
+    half = engine.connector._of_scheduler
+    slow_copies(monkeypatch, 0.2)
+    engine.add("r", prompt(2 * C))
+    while engine.outcomes["r"].finish_reason is None:
+        engine.step()
+    assert engine.connector.reset_cache()
+    clears = half._clears_wanted
+    prepare = half._link._prepare
+
+    def prepare_after_the_second_reset(client: Client, session: Session) -> Target:
+        deadline = time.monotonic() + 10
+        while half._clears_wanted < clears + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return prepare(client, session)
+
+    monkeypatch.setattr(half._link, "_prepare", prepare_after_the_second_reset)
+    while half._stale_jobs:
+        engine.step()
+    assert half._link.current is None
+    assert engine.connector.reset_cache()
+    assert status(kvdock).index.chunks == 0
+    assert half._link.current is not None
+    assert "could not be reset" not in caplog.text
+    engine.run()
+    assert extra(other.generate(prompt(2 * C), kv_transfer_params=ASK)) == 0
 
 
 def test_a_reset_without_server_says_so_and_is_made_up_for(

@@ -71,16 +71,20 @@ class Link(Generic[Prepared]):
         self._autostart = autostart
         self._changed = threading.Condition()
         self._current: Live[Prepared] | None = None
+        self._failure: str | None = "it was not tried yet"
+        self._awaited: dict[int, float] = {}
+        """Epochs that were waited for since there was a session, and since when."""
         self._renewals = 0
         self._closing = False
         self._attempt_now = threading.Event()
-        self._attempted = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvdock-{name}", daemon=True)
 
     def start(self, seconds: float = 0.0) -> None:
         """Begins to connect, and waits so long for the first attempt to succeed or fail."""
-        self._thread.start()
-        self._attempted.wait(seconds)
+        with self._changed:
+            self._failure = None
+            self._thread.start()
+            self._changed.wait_for(self._is_settled, seconds)
 
     @property
     def current(self) -> Live[Prepared] | None:
@@ -88,26 +92,34 @@ class Link(Generic[Prepared]):
         live = self._current
         return live if live is not None and live.session.alive else None
 
+    @property
+    def failure(self) -> str | None:
+        """Why there was no session after the last attempt; None if there was, or none has ended."""
+        return self._failure
+
     def wait(self, epoch: int, seconds: float) -> Live[Prepared] | None:
         """The open session with the server process of that epoch, if it is there in time.
 
-        For background threads that know from somebody else that the server is there.
+        For background threads that know from somebody else that the server is there. The time
+        counts for all of them together, from the first one that waits.
         """
-        deadline = time.monotonic() + seconds
         with self._changed:
             while not self._closing:
                 live = self.current
                 if live is not None and live.session.epoch == epoch:
                     return live
                 self._attempt_now.set()
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                now = time.monotonic()
+                deadline = self._awaited.setdefault(epoch, now) + seconds
+                if not self._changed.wait(max(0.0, deadline - now)):
                     return None
         return None
 
     def renew(self, seconds: float) -> bool:
         """Ends the session, so that another is opened and prepared; true if it is there in time.
 
-        What hangs on the old session is gone when this returns.
+        Waits no longer than for the first failure (:attr:`failure`), and not at all where the last
+        attempt before had failed. What hangs on the old session is gone when this returns.
         """
         with self._changed:
             self._current = None
@@ -115,13 +127,15 @@ class Link(Generic[Prepared]):
             self._renewals += 1
             self._changed.notify_all()
             self._attempt_now.set()
-            return self._changed.wait_for(lambda: self._current is not None, seconds)
+            self._changed.wait_for(self._is_settled, seconds)
+            return self._current is not None
 
     def close(self) -> None:
         """Ends the session and the thread."""
         with self._changed:
             self._closing = True
             self._current = None
+            self._failure = "it was closed"
             self._changed.notify_all()
         self._attempt_now.set()
         if self._thread.ident is not None:
@@ -138,7 +152,7 @@ class Link(Generic[Prepared]):
                 live = self._connect()
             except KVDockError as error:
                 outage.noticed(error)
-                self._attempted.set()
+                self._fail(error.message)
                 if self._autostart is not None and type(error) is Unavailable:
                     self._autostart.start()
                 self._attempt_now.wait(delay)
@@ -146,11 +160,11 @@ class Link(Generic[Prepared]):
                 continue
             except ValueError as error:
                 _log.error("KVDock is not used by this engine (%s): %s", self._name, error)
-                self._attempted.set()
+                self._fail(str(error))
                 return
-            except Exception:
+            except Exception as error:
                 _log.exception("KVDock (%s) could not connect to %s", self._name, self._address)
-                self._attempted.set()
+                self._fail(repr(error))
                 self._attempt_now.wait(_LONGEST_DELAY)
                 continue
             delay = _FIRST_DELAY
@@ -181,12 +195,23 @@ class Link(Generic[Prepared]):
             if self._closing or renewals != self._renewals:
                 return
             self._current = live
-            self._attempted.set()
+            self._failure = None
+            self._awaited.clear()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._current is not live or not live.session.alive)
             self._current = None
         if (why := live.session.lost) is not None:
             _log.info("%s: session ended: %s", self._name, why)
+
+    def _fail(self, why: str) -> None:
+        """Notes that an attempt failed."""
+        with self._changed:
+            self._failure = why
+            self._changed.notify_all()
+
+    def _is_settled(self) -> bool:
+        """There is a session, or none could be had. Under the lock."""
+        return self._current is not None or self._failure is not None
 
     def _lost(self, why: str) -> None:
         """Runs on the session's own thread."""
@@ -221,36 +246,3 @@ class _Outage:
                 "KVDock (%s) is connected to %s after %.1f s", self._name, self._address, seconds
             )
         self._since = None
-
-
-class Breaker:
-    """Spares callers the wait for a server that did not answer in time.
-
-    After a failure it is open for a while, twice as long after each further one, up to a limit;
-    then one more attempt may find out. Thread-safe as far as it must be: a race costs one attempt.
-    """
-
-    def __init__(self, first_seconds: float = 0.5, longest_seconds: float = 5.0) -> None:
-        self._first = first_seconds
-        self._longest = longest_seconds
-        self._seconds = first_seconds
-        self._open_until = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """True: do not even try."""
-        return time.monotonic() < self._open_until
-
-    def failed(self) -> bool:
-        """Notes an answer that did not come. True if the one before had come."""
-        first = self._open_until == 0.0
-        self._open_until = time.monotonic() + self._seconds
-        self._seconds = min(2 * self._seconds, self._longest)
-        return first
-
-    def succeeded(self) -> bool:
-        """Notes an answer. True if the one before had not come."""
-        recovered = self._open_until > 0.0
-        self._open_until = 0.0
-        self._seconds = self._first
-        return recovered

@@ -49,7 +49,8 @@ class Lookup:
         self.lease_id = 0
         self.num_computed_tokens = 0
         """What the engine had already when it was last told of the hit."""
-        self._deadline = time.monotonic() + timeout
+        self.asked_at = time.monotonic()
+        self._deadline = self.asked_at + timeout
         self._future: Future[cache_pb2.LookupResponse] = live.session.submit(
             cache_pb2.LookupRequest(namespace=self.target.namespace, keys=keys, readers=readers)
         )

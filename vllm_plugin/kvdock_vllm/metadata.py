@@ -129,6 +129,8 @@ class StepMetadata(KVConnectorMetadata):
     """Finished requests whose blocks vLLM holds until each worker reports them once."""
     has_forward: bool = True
     """False in a step that only moves bytes."""
+    has_waiting: bool = False
+    """Requests wait, perhaps for the blocks of finished ones."""
 
 
 @dataclass(slots=True)

@@ -31,13 +31,14 @@ from kvdock import Client, Session
 from kvdock.errors import ServerError
 from kvdock.types import Namespace, SessionRole
 from kvdock_vllm.autostart import Autostart
+from kvdock_vllm.breaker import Breaker
 from kvdock_vllm.config import Config
 from kvdock_vllm.events import Relay, Teller, publishes_events
 from kvdock_vllm.groups import GroupShape, fitting_chunk_tokens
 from kvdock_vllm.holds import Holds
 from kvdock_vllm.kernels import cannot_continue_prompts, hits_change_answers, warn_of_no_hits
 from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.link import Breaker, Link, Live
+from kvdock_vllm.link import Link, Live
 from kvdock_vllm.loads import Load, plan_load
 from kvdock_vllm.lookup import Lookup, State
 from kvdock_vllm.metadata import (
@@ -131,7 +132,7 @@ class SchedulerHalf:
         )
         self._told: Live[Target] | None = None
         """The session that the workers know of."""
-        self._breaker = Breaker()
+        self._breaker = Breaker(self._link, config.lookup_timeout)
         self._stats = Stats()
         self._records: dict[str, Record] = {}
         # Each as long as the records of its samples.
@@ -342,7 +343,7 @@ class SchedulerHalf:
                 _log.warning("the KVDock server answers again")
         elif lookup.state is State.TIMED_OUT:
             self._stats.add("lookup_timeouts")
-            if self._breaker.failed():
+            if self._breaker.failed(lookup.asked_at):
                 _log.warning(
                     "the KVDock server did not answer a lookup within %g s: requests are served "
                     "without cache until it does (kvdock.lookup_timeout_ms)",
@@ -398,6 +399,7 @@ class SchedulerHalf:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """What the workers have to know for this step."""
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
+        num_busy = len(scheduler_output.num_scheduled_tokens) + len(self._loads)
         self._idle_seconds = 0.0 if has_forward else self._idle_wait
         metadata = StepMetadata(
             news=self._news(),
@@ -405,6 +407,7 @@ class SchedulerHalf:
             stores=self._new_stores,
             finished=self._new_finished,
             has_forward=has_forward,
+            has_waiting=len(self._records) > num_busy,
         )
         self._new_loads, self._new_stores, self._new_finished = [], [], []
         written, self._overwritten_blocks = self._overwritten_blocks, set()
@@ -578,11 +581,10 @@ class SchedulerHalf:
             record.is_of_before = any(record.tables)
         self._stale_jobs = set(self._stores.under_way)
         self._clears_wanted += 1
-        done = self._link.renew(_RESET_SECONDS if self._link.current else 0)
-        if not done:
+        if not self._link.renew(_RESET_SECONDS):
             _log.warning(
-                "KVDock's cache could not be reset now, since no server answers; it will be as "
-                "soon as one does"
+                "KVDock's cache could not be reset now (%s); it will be before it is used again",
+                self._link.failure or f"no session within {_RESET_SECONDS:g} s",
             )
         return True
 

@@ -24,25 +24,26 @@ from kvdock import Client, Session
 from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.types import ChunkStatus, GroupKind, SessionRole, TransferMode
 from kvdock_vllm import affinity
+from kvdock_vllm.breaker import Breaker
 from kvdock_vllm.config import Config
 from kvdock_vllm.copier import CopyStoppedError
 from kvdock_vllm.groups import GroupShape, loads_fail_whole
 from kvdock_vllm.kernels import hits_change_answers
 from kvdock_vllm.layout import GroupLayout, group_layout
-from kvdock_vllm.link import Breaker, Link
+from kvdock_vllm.link import Link
 from kvdock_vllm.metadata import (
     GroupPages,
     GroupStore,
     LoadSpec,
     StepMetadata,
     StoreOutcome,
-    StoreSpec,
     Target,
     WorkerDescription,
     WorkerReport,
 )
 from kvdock_vllm.metrics import Stats, workers_gauge
 from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.store_jobs import StoreJob, StoreJobs
 from kvdock_vllm.transfers import (
     CountWorkers,
     HostMover,
@@ -66,6 +67,8 @@ _STORE_THREADS = 1
 
 # The scheduler's half found the server, so this one's session is only a moment behind.
 _SESSION_SECONDS = 2.0
+# A server that answers a heartbeat within this answers loads and stores as well.
+_HEARTBEAT_SECONDS = 1.0
 # How long stores of blocks that are given away may wait for their turn, how long these may be read
 # to the end, and how long it takes at most until a copy that was told to stop has stopped.
 _TURN_SECONDS = 0.25
@@ -84,15 +87,6 @@ _NEWS_STEPS = 2
 T = TypeVar("T")
 
 
-@dataclass(eq=False, slots=True)
-class _StoreJob:
-    spec: StoreSpec
-    given_up: threading.Event = field(default_factory=threading.Event)
-    """Its blocks are not its own any more: what was copied must not become visible."""
-    ended: threading.Event = field(default_factory=threading.Event)
-    future: Future[None] | None = None
-
-
 @dataclass(slots=True)
 class _Ended:
     """What a background thread reports of one load or store."""
@@ -102,7 +96,7 @@ class _Ended:
     """What the engine had queued before."""
     load: LoadSpec | None = None
     failed_blocks: frozenset[int] = frozenset()
-    store: _StoreJob | None = None
+    store: StoreJob | None = None
     refused_from: int | None = None
     is_over: Callable[[], bool] | None = None
     """Of a load that failed, if the server may still write to its blocks: false that long."""
@@ -141,14 +135,17 @@ class WorkerHalf:
             self._prepare_session,
             before_close=lambda session: self._transfers.wait_for_end(session),
         )
-        self._breaker = Breaker()
+        self._breaker = Breaker(self._link, _HEARTBEAT_SECONDS)
+        self._unconnected_epoch = 0
+        """Of the server that this worker was last said not to be connected to."""
         self._load_threads = _threads("kvdock-load", _LOAD_THREADS)
         self._store_threads = _threads("kvdock-store", _STORE_THREADS)
         self._closing = threading.Event()
         self._ended: SimpleQueue[_Ended] = SimpleQueue()
+        self._store_jobs = StoreJobs()
         # Of the engine's thread:
-        self._unsubmitted: list[_StoreJob] = []
-        self._open_stores: dict[str, set[_StoreJob]] = defaultdict(set)
+        self._unsubmitted: list[StoreJob] = []
+        self._open_stores: dict[str, set[StoreJob]] = defaultdict(set)
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.steps_alone else 0.0
         self._num_loads = 0
         """Under way."""
@@ -223,7 +220,8 @@ class WorkerHalf:
 
         What does not begin in a moment is given up. The rest may finish if that does not take long;
         else it is told to stop. A copy of which it cannot be said that it ended before is never
-        committed.
+        committed. Only copies are waited for: where the server keeps a store waiting, all that do
+        not copy are given up at once.
 
         Called in every step, first of all. So it also begins stores of the step before that nobody
         has begun: with speculative decoding vLLM's V1 runner calls wait_for_save in the last
@@ -239,16 +237,15 @@ class WorkerHalf:
             for job in open_jobs
             if job.spec.job_id in overwritten
         ]
-        if _wait_all([job.ended for job in jobs], _TURN_SECONDS):
+        if self._store_jobs.wait(jobs, _TURN_SECONDS):
             return
         for job in jobs:
             self._withdraw(job)
-        if _wait_all([job.ended for job in jobs], _FLUSH_SECONDS):
+        if self._store_jobs.wait(jobs, _FLUSH_SECONDS):
             return
-        late = [job for job in jobs if not job.ended.is_set()]
-        for job in late:
+        for job in jobs:
             self._give_up(job)
-        if not _wait_all([job.ended for job in late], _STOP_SECONDS):
+        if not self._store_jobs.wait(jobs, _STOP_SECONDS):
             _log.warning("a store of blocks given away goes on; what it copies is thrown away")
 
     def begin_step(self, metadata: StepMetadata) -> None:
@@ -257,7 +254,7 @@ class WorkerHalf:
             self._load_threads.submit(self._expect, metadata.news)
         for spec in metadata.stores:
             if self._strategy.stores:
-                job = _StoreJob(spec)
+                job = StoreJob(spec)
                 self._open_stores[spec.request_id].add(job)
                 self._unsubmitted.append(job)
             else:
@@ -288,9 +285,15 @@ class WorkerHalf:
         if idle:
             # Some versions of vLLM do not call wait_for_save in a step without forward pass.
             self.start_stores()
+        if metadata is not None and metadata.has_waiting:
+            self._free_held()
         may_wait = idle and self._num_loads and not self._steps_with_news
         self._collect(self._idle_wait if may_wait else 0)
-        stored = {name for name in self._held if not self._open_stores.get(name)}
+        stored = {
+            name
+            for name in self._held
+            if all(job.has_let_go for job in self._open_stores.get(name, ()))
+        }
         self._held -= stored
         loaded, self._loaded = self._loaded, set()
         self._steps_with_news = _NEWS_STEPS if loaded else max(0, self._steps_with_news - 1)
@@ -327,7 +330,7 @@ class WorkerHalf:
         """Lets stores finish that take a moment, gives up the rest, and ends the session."""
         self.start_stores()
         jobs = [job for open_jobs in self._open_stores.values() for job in open_jobs]
-        if not _wait_all([job.ended for job in jobs], _SHUTDOWN_SECONDS):
+        if not self._store_jobs.wait(jobs, _SHUTDOWN_SECONDS):
             _log.warning("not everything was stored before the engine ended")
         self._closing.set()
         for job in jobs:
@@ -335,6 +338,13 @@ class WorkerHalf:
         self._load_threads.shutdown(wait=False, cancel_futures=True)
         self._store_threads.shutdown(wait=False, cancel_futures=True)
         self._link.close()
+
+    def _free_held(self) -> None:
+        """Gives up what finished requests still store, if the server keeps it waiting."""
+        if self._held and self._store_jobs.is_late:
+            for name in self._held:
+                for job in self._open_stores.get(name, ()):
+                    self._give_up(job)
 
     def _collect(self, seconds: float) -> None:
         """Takes over what the background threads have finished, and waits so long for the first."""
@@ -394,19 +404,19 @@ class WorkerHalf:
             self._end(ended)
             return None
 
-    def _give_up(self, job: _StoreJob) -> None:
-        job.given_up.set()
+    def _give_up(self, job: StoreJob) -> None:
+        self._store_jobs.give_up(job)
         self._withdraw(job)
 
-    def _withdraw(self, job: _StoreJob) -> None:
+    def _withdraw(self, job: StoreJob) -> None:
         """Ends a store that no thread has begun, and so none will report."""
-        if not job.ended.is_set() and job.future is not None and job.future.cancel():
+        if not job.ended and job.future is not None and job.future.cancel():
             self._end(_Ended(Stats(), store=job, refused_from=job.spec.first_chunk))
 
     def _end(self, ended: _Ended) -> None:
         self._ended.put(ended)
         if ended.store is not None:
-            ended.store.ended.set()
+            self._store_jobs.end(ended.store)
 
     # -- background -----------------------------------------------------------------------------
 
@@ -417,6 +427,8 @@ class WorkerHalf:
         else:
             assert ended.store is not None
             verb, name = "store", ended.store.spec.request_id
+            self._store_jobs.begin(ended.store)
+        asked_at = time.monotonic()
         try:
             work(ended)
             self._breaker.succeeded()
@@ -424,7 +436,7 @@ class WorkerHalf:
             _log.debug("request %s: %s was given up", name, verb)
         except UnansweredError as error:
             ended.is_over = error.is_over
-            self._breaker.failed()
+            self._breaker.failed(asked_at)
             _log.warning(
                 "request %s: could not load: %s. The server may still write to its blocks, so the "
                 "request waits until the server goes on or its process has ended",
@@ -432,7 +444,7 @@ class WorkerHalf:
                 error.message,
             )
         except KVDockError as error:
-            if isinstance(error, DeadlineExceeded) and self._breaker.failed():
+            if isinstance(error, DeadlineExceeded) and self._breaker.failed(asked_at):
                 _log.warning("the KVDock server is slow: %s", error.message)
             _log.info("request %s: could not %s: %s", name, verb, error.message)
         except Exception:
@@ -446,7 +458,8 @@ class WorkerHalf:
             raise CopyStoppedError
         live = self._link.wait(target.epoch, _SESSION_SECONDS)
         if live is None:
-            if self._breaker.failed():
+            if target.epoch != self._unconnected_epoch:
+                self._unconnected_epoch = target.epoch
                 _log.warning(
                     "worker %d is not connected to the server that the scheduler found: it loads "
                     "and stores nothing until it is",
@@ -498,7 +511,7 @@ class WorkerHalf:
         assert job is not None
         spec = job.spec
         began = time.monotonic()
-        if job.given_up.is_set():
+        if job.given_up:
             raise CopyStoppedError
         session = self._session(spec.target)
         refused: list[int] = []
@@ -509,7 +522,8 @@ class WorkerHalf:
                 spec.target,
                 group,
                 ended.ready,
-                lambda: job.given_up.is_set() or self._must_stop(session),
+                lambda: job.given_up or self._must_stop(session),
+                lambda: self._store_jobs.reading(job),
             )
             refused += _refused_from(group, self._shapes[group.position], statuses)
             stored = statuses.count(ChunkStatus.STORED)
@@ -601,9 +615,3 @@ def _refused_from(
             )
             return [0 if lost_parent else group.first_chunk + index]
     return []
-
-
-def _wait_all(events: Sequence[threading.Event], seconds: float) -> bool:
-    """Whether all were set within the time."""
-    deadline = time.monotonic() + seconds
-    return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)

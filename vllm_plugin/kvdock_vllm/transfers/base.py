@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
+Reading = Callable[[], AbstractContextManager[None]]
+"""Entered while a store reads the engine's blocks. Raises CopyStoppedError where it must not."""
 CountWorkers = Callable[[TransferMode, int], None]
 """Told a mode with 1 when a session begins to use it, and with -1 when that session is over."""
 
@@ -71,9 +74,15 @@ class Copies(ABC):
 
     @abstractmethod
     def store(
-        self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
+        self,
+        session: Session,
+        target: Target,
+        group: GroupStore,
+        ready: Mark,
+        stop: Stop,
+        reading: Reading = nullcontext,
     ) -> list[ChunkStatus]:
-        """Stores chunks; what became of each.
+        """Stores chunks; what became of each. Reads their blocks only within ``reading()``.
 
         Raises KVDockError, or CopyStoppedError when ``stop()`` is true; then nothing of it becomes
         visible that was not copied before.

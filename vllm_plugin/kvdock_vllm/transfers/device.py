@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from kvdock_vllm.device_memory import (
 from kvdock_vllm.groups import GroupShape
 from kvdock_vllm.layout import GroupLayout
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Copies, CountWorkers, Mark, Stop, Transfers
+from kvdock_vllm.transfers.base import Copies, CountWorkers, Mark, Reading, Stop, Transfers
 from kvdock_vllm.transfers.device_mover import DeviceMover
 from kvdock_vllm.transfers.fence import Fence
 from kvdock_vllm.transfers.server import ServerCopies
@@ -123,11 +124,17 @@ class DeviceTransfers(Transfers):
             raise
 
     def store(
-        self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
+        self,
+        session: Session,
+        target: Target,
+        group: GroupStore,
+        ready: Mark,
+        stop: Stop,
+        reading: Reading = nullcontext,
     ) -> list[ChunkStatus]:
         copies = self._copies(session, target)
         try:
-            return copies.store(session, target, group, ready, stop)
+            return copies.store(session, target, group, ready, stop, reading)
         except DeviceMemory:
             self._choose_again(session, copies)
             raise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from kvdock import Session
 from kvdock.errors import DeviceMemory, SessionLost
@@ -12,7 +14,7 @@ from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.copier import CopyStoppedError
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Copies, Mark, Stop, UnansweredError, answer
+from kvdock_vllm.transfers.base import Copies, Mark, Reading, Stop, UnansweredError, answer
 from kvdock_vllm.transfers.fence import Fence
 
 if TYPE_CHECKING:
@@ -78,7 +80,13 @@ class ServerCopies(Copies):
         return self._retrieve(session, request)
 
     def store(
-        self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
+        self,
+        session: Session,
+        target: Target,
+        group: GroupStore,
+        ready: Mark,
+        stop: Stop,
+        reading: Reading = nullcontext,
     ) -> list[ChunkStatus]:
         if stop():
             raise CopyStoppedError
@@ -93,13 +101,13 @@ class ServerCopies(Copies):
             timeout_ms=round(_STORE_SECONDS * 1000),
             deadline_ns=_deadline_ns(_STORE_SECONDS),
         )
-        try:
-            response = answer(session.submit(request), "Store", _STORE_SECONDS + _PIECE_SECONDS)
-        except SessionLost:
-            # The server may not know yet: until the deadline it could store what is there.
-            while time.monotonic_ns() < request.deadline_ns:
+        with reading():
+            future = session.submit(request)
+            wait([future], _STORE_SECONDS)
+            # Of a lost session the server may not know: it could store what is there until then.
+            while _is_lost(future) and time.monotonic_ns() < request.deadline_ns:
                 time.sleep(_POLL_SECONDS)
-            raise
+        response = answer(future, "a Store past its deadline", _PIECE_SECONDS)
         return [ChunkStatus(status) for status in response.statuses]
 
     def _retrieve(self, session: Session, request: cache_pb2.RetrieveRequest) -> list[bool]:
@@ -114,6 +122,10 @@ class ServerCopies(Copies):
         except SessionLost as lost:
             raise UnansweredError(lost.message, is_over) from lost
         return [chunk.status == ChunkStatus.RETRIEVED.value for chunk in response.chunks]
+
+
+def _is_lost(future: Future[Any]) -> bool:
+    return future.done() and isinstance(future.exception(), SessionLost)
 
 
 def _deadline_ns(seconds: float) -> int:

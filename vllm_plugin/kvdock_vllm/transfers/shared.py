@@ -13,7 +13,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from kvdock import Session
@@ -26,6 +26,7 @@ from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers.base import (
     CountWorkers,
     Mark,
+    Reading,
     Stop,
     Transfers,
     answer,
@@ -192,7 +193,13 @@ class SharedTransfers(Transfers):
         return [count == width for count in released for _ in range(width)]
 
     def store(
-        self, session: Session, target: Target, group: GroupStore, ready: Mark, stop: Stop
+        self,
+        session: Session,
+        target: Target,
+        group: GroupStore,
+        ready: Mark,
+        stop: Stop,
+        reading: Reading = nullcontext,
     ) -> list[ChunkStatus]:
         in_part = self._shapes[group.position].part_blocks(target.chunk_tokens)
         reservation = session.reserve(
@@ -215,9 +222,10 @@ class SharedTransfers(Transfers):
                     raise ValueError(f"the server reserved chunk {index} and did not say where")
                 block_ids = group.block_ids[index * in_part : (index + 1) * in_part]
                 parts.append(Part(block_ids, session.pool.array(location)))
-            _wait(ready, stop, _STORE_READY_SECONDS)
-            with self._using(session):
-                self._mover.gather(group.position, parts, stop)
+            with reading():
+                _wait(ready, stop, _STORE_READY_SECONDS)
+                with self._using(session):
+                    self._mover.gather(group.position, parts, stop)
             if stop():
                 raise CopyStoppedError
         except BaseException:
