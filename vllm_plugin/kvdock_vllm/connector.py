@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -211,6 +212,10 @@ class KVDockConnector(KVConnectorBase_V1):
         return self._of_worker.take_report()
 
     # -- scheduler ------------------------------------------------------------------------------
+
+    @_never_raises(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._of_scheduler.watch_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]

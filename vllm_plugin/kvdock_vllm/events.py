@@ -38,6 +38,7 @@ from kvdock_vllm.groups import GroupShape
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -228,13 +229,21 @@ class Relay:
             labels[None] = labels[0]
         return cls(address, lambda: hash_scheme(vllm_config), labels)
 
+    def watch_pool(self, pool: BlockPool) -> None:
+        """The engine's own blocks, whose clearing is to be noticed."""
+        self._published.watch_pool(pool)
+
+    def forget(self) -> None:
+        """Nothing is known of the server until :meth:`follow`: its namespace is being cleared."""
+        self._published.begin(None)
+
     def follow(self, namespace: str, *, has_log: bool) -> None:
         """There is a server, and this engine's namespace there. Returns at once.
 
         Called again and again, whenever there is a new session, always on one thread.
         """
         running = self._thread is not None and self._thread.is_alive()
-        if running and namespace == self._namespace:
+        if running and namespace == self._namespace and self._published.is_told_by(self._follower):
             return
         if not has_log:
             if not self._said_no_log:
@@ -249,6 +258,7 @@ class Relay:
         self._namespace = namespace
         index = Index(Filter(namespaces=(namespace,)))
         self._follower = Follower(index, str(self._address), progress_interval=_PROGRESS_SECONDS)
+        self._published.begin(self._follower)
         self._thread = threading.Thread(
             target=self._run, args=(self._follower,), name="kvdock-events", daemon=True
         )
@@ -283,7 +293,7 @@ class Relay:
         lost_since: float | None = None
         try:
             for update in follower:
-                self._published.note(update.changes)
+                self._published.note(update.changes, follower)
                 if update.lost is None:
                     lost_since = None
                     continue
@@ -291,14 +301,13 @@ class Relay:
                 lost_since = lost_since or now
                 if now - lost_since > _GONE_SECONDS and len(follower.index):
                     _log.info("no KVDock server for %g s: publishing that", _GONE_SECONDS)
-                    self._published.note(follower.index.forget())
+                    self._published.note(follower.index.forget(), follower)
         except NoEventLog as error:
             _log.warning("KV events tell nothing more of KVDock's cache: %s", error.message)
         except KVDockError as error:
             _log.error("KV events tell nothing more of KVDock's cache: %s", error.message)
         finally:
-            # Another namespace, or nothing at all, takes its place.
-            self._published.note(follower.index.forget())
+            self._published.note(follower.index.forget(), follower)
 
 
 class _Published:
@@ -307,6 +316,9 @@ class _Published:
     Kept as the difference of two states, not as a queue: a part that comes and goes while the
     engine takes no step costs nothing. Parts in ``_changed`` stand in the order of their last
     change, so parents are stored before their children and removed after them.
+
+    When the engine clears its own cache, vLLM tells consumers to drop all that the engine has, on
+    every medium. Then nothing of what was told counts any more, and it is told again.
 
     What other engines stored with an adapter waits until this engine has that adapter: consumers
     may know it by the number that each engine gives it.
@@ -321,13 +333,31 @@ class _Published:
         self._changed: dict[PartId, None] = {}
         # How many of the parts that were told of have a hash, by group and hash.
         self._holders: Counter[tuple[int | None, bytes]] = Counter()
+        # Who tells what the server has.
+        self._source: Follower | None = None
+        self._engine_cache = _EngineCache()
         # The engine's adapters, by name, and the names of those that are new.
         self._adapters: dict[str, Adapter | None] = {}
         self._new_adapters: set[str] = set()
 
-    def note(self, changes: Sequence[Stored | Removed]) -> None:
-        """What the server has has changed."""
+    def is_told_by(self, source: Follower | None) -> bool:
+        """Whether that is who tells what the server has."""
+        return self._source is source
+
+    def begin(self, source: Follower | None) -> None:
+        """From now on that is who tells what the server has, or nobody. What it had is gone."""
         with self._lock:
+            self._source = source
+            for part_id in reversed(self._there):
+                self._changed.pop(part_id, None)
+                self._changed[part_id] = None
+            self._there.clear()
+
+    def note(self, changes: Sequence[Stored | Removed], source: Follower) -> None:
+        """What the server has has changed. Nothing if another one tells that by now."""
+        with self._lock:
+            if self._source is not source:
+                return
             for change in changes:
                 if isinstance(change, Stored):
                     self._there[change.id] = change
@@ -342,11 +372,21 @@ class _Published:
             self._adapters[name] = adapter
             self._new_adapters.add(name)
 
+    def watch_pool(self, pool: BlockPool) -> None:
+        """The engine's own blocks, whose clearing is to be noticed."""
+        self._engine_cache = _EngineCache(pool)
+
     def take(self) -> list[KVCacheEvent]:
-        """The next events. Empty while somebody else is at it, rather than waiting."""
-        if not (self._changed or self._new_adapters) or not self._lock.acquire(blocking=False):
+        """The next events, which follow the engine's own. Empty while somebody else is at it,
+        rather than waiting.
+        """
+        if not self._lock.acquire(blocking=False):
             return []
         try:
+            if self._engine_cache.was_cleared():
+                self._told.clear()
+                self._holders.clear()
+                self._changed = dict.fromkeys(self._there)
             self._look_again_at_parts_of_new_adapters()
             events: list[KVCacheEvent] = []
             for part_id in list(islice(self._changed, _PARTS_A_STEP)):
@@ -411,6 +451,31 @@ class _Published:
             if not before or not before + by:
                 turned.append(one)
         return turned
+
+
+class _EngineCache:
+    """The engine's own cache, of which it matters when it is cleared.
+
+    No hook tells a connector that. But vLLM's pool of blocks then begins anew with the table in
+    which it finds blocks by their hash.
+    """
+
+    def __init__(self, pool: BlockPool | None = None) -> None:
+        self._pool = pool
+        self._table = self._table_now()
+        if pool is not None and self._table is None:
+            _log.warning(
+                "this version of vLLM does not show when it clears its cache: what KVDock has is "
+                "then not told again to consumers of KV events"
+            )
+
+    def was_cleared(self) -> bool:
+        """Since the last call."""
+        before, self._table = self._table, self._table_now()
+        return self._table is not before
+
+    def _table_now(self) -> object:
+        return getattr(self._pool, "cached_block_hash_to_block", None)
 
 
 def _has_all_extra_keys(data: ChunkEventData) -> bool:

@@ -54,6 +54,7 @@ from kvdock_vllm.stores import Stores
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -540,6 +541,8 @@ class SchedulerHalf:
             record.is_of_before = any(record.tables)
         self._stale_jobs = set(self._stores.under_way)
         self._clears_wanted += 1
+        if self._relay is not None:
+            self._relay.forget()
         done = self._link.renew(_RESET_SECONDS if self._link.current else 0)
         if not done:
             _log.warning(
@@ -555,6 +558,11 @@ class SchedulerHalf:
             if not self._stale_jobs:
                 self._clears_wanted += 1
                 self._link.renew(0)
+
+    def watch_pool(self, pool: BlockPool) -> None:
+        """The engine's own blocks, once they are there."""
+        if self._relay is not None:
+            self._relay.watch_pool(pool)
 
     def take_events(self) -> list[KVCacheEvent]:
         """What is to be published of the server's cache."""
