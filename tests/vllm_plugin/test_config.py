@@ -19,6 +19,7 @@ def test_nothing_need_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.chunk_tokens is None
     assert config.lookup_timeout == 0.1
     assert config.transfer_mode is TransferMode.UNSPECIFIED
+    assert config.events
 
 
 def test_the_environment_says_where_and_the_setting_says_it_louder(
@@ -39,6 +40,7 @@ def test_all_settings() -> None:
             "kvdock.chunk_tokens": 512,
             "kvdock.lookup_timeout_ms": "250",
             "kvdock.transfer_mode": "shared",
+            "kvdock.events": "false",
             "lmcache.mp.host": "is not ours",
             "connectors": [],
         }
@@ -48,6 +50,7 @@ def test_all_settings() -> None:
     assert config.chunk_tokens == 512
     assert config.lookup_timeout == 0.25
     assert config.transfer_mode is TransferMode.SHARED
+    assert not config.events
 
 
 @pytest.mark.parametrize(

@@ -276,3 +276,16 @@ def test_a_consumer_knows_what_the_server_has_whatever_is_cleared(
         watched.until(lambda: watched.on("CPU") == blocks_there(), "what the server has, again")
         client.clear()
         watched.until(lambda: watched.on("CPU") == 0, "nothing")
+
+
+def test_an_engine_can_be_told_to_publish_its_own_blocks_only(
+    watch: Callable[..., Watched],
+) -> None:
+    silent = watch(extra_config={"kvdock.events": False})
+    silent.engine.generate(prompt(TOKENS))
+    other = watch()
+    other.until(lambda: other.on("CPU") == TOKENS // BLOCK_TOKENS, "what the silent one stored")
+    for _ in range(5):
+        silent.engine.step()
+    assert silent.on("GPU") == TOKENS // BLOCK_TOKENS
+    assert silent.on("CPU") == 0

@@ -47,6 +47,8 @@ class Config:
     before it goes on without cache."""
     transfer_mode: TransferMode = TransferMode.UNSPECIFIED
     """``kvdock.transfer_mode``: ``auto`` (UNSPECIFIED), ``server`` or ``shared``."""
+    events: bool = True
+    """``kvdock.events``: tell of KVDock's cache among the engine's KV events, if it has any."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Config:
@@ -67,7 +69,7 @@ class Config:
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{PREFIX}address is {text!r}: it must be a string")
         values["address"] = addresses.parse(text or addresses.default_address())
-        for name in ("save_decode", "autostart"):
+        for name in ("save_decode", "autostart", "events"):
             if name in ours:
                 values[name] = _switch(name, ours.pop(name))
         if "chunk_tokens" in ours:
@@ -113,6 +115,7 @@ def _refuse(name: str) -> None:
         "chunk_tokens",
         "lookup_timeout_ms",
         "transfer_mode",
+        "events",
     ]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known are {', '.join(known)}"

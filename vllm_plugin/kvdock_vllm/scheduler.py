@@ -107,7 +107,7 @@ class SchedulerHalf:
         self._scopes = ScopeReader(vllm_config)
         self._relay = (
             Relay.of_engine(vllm_config, kv_cache_config, config.address)
-            if publishes_events(vllm_config)
+            if config.events and publishes_events(vllm_config)
             else None
         )
         self._workers: dict[int, WorkerDescription] = {}
