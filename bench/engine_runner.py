@@ -100,9 +100,9 @@ class Runner:
         self._settle()
         return results
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the engine's own prefix cache, and nothing of the connector's."""
-        return bool(self._engine.reset_prefix_cache())
+    def reset_prefix_cache(self, reset_connector: bool) -> bool:
+        """Forget the engine's own prefix cache, and the connector's only if wanted."""
+        return bool(self._engine.reset_prefix_cache(reset_connector=reset_connector))
 
     def close(self) -> None:
         """Shut the engine down, its connector included."""

@@ -131,9 +131,11 @@ class EngineProcess:
         answers = self._command("generate", requests=[asdict(request) for request in requests])
         return [Generation(**answer) for answer in answers]
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the engine's own prefix cache; False if the engine refused."""
-        return bool(self._command("reset_prefix_cache"))
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Empty the engine's own prefix cache, and the connector's if wanted; False if the engine
+        refused.
+        """
+        return bool(self._command("reset_prefix_cache", reset_connector=reset_connector))
 
     def close(self) -> int:
         """Let the process shut its engine down and return its exit status."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 Block = dict[str, Any]
 """All that an event says of one block, by the names of vLLM's fields."""
@@ -15,6 +15,35 @@ Block = dict[str, Any]
 def decode(payload: bytes) -> list[Any]:
     """The events of a message."""
     return list(msgspec.msgpack.decode(payload, type=KVEventBatch).events)
+
+
+class Consumer:
+    """Knows which blocks an engine has on which medium, by group and hash."""
+
+    def __init__(self) -> None:
+        self._there: dict[str, set[tuple[int | None, Any]]] = {}
+
+    def take(self, event: object) -> None:
+        """What happened next."""
+        match event:
+            case BlockStored():
+                self._on(event.medium).update(_names(event))
+            case BlockRemoved():
+                self._on(event.medium).difference_update(_names(event))
+            case AllBlocksCleared():
+                self._there.clear()
+
+    def on(self, medium: str) -> set[tuple[int | None, Any]]:
+        """What is there now."""
+        return set(self._on(medium))
+
+    def _on(self, medium: str | None) -> set[tuple[int | None, Any]]:
+        assert medium is not None
+        return self._there.setdefault(medium, set())
+
+
+def _names(event: BlockStored | BlockRemoved) -> set[tuple[int | None, Any]]:
+    return {(event.group_idx, name) for name in event.block_hashes}
 
 
 def stored_blocks(events: Iterable[object], medium: str) -> dict[Any, Block]:

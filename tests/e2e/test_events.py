@@ -22,7 +22,7 @@ import zmq
 from enginekit import EngineProcess, Request
 from modelkit import DeepseekV2, Gemma3, Llama, Shape, make_adapter, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
-from tests.eventkit import assert_differ_in_place_only, decode, stored_blocks
+from tests.eventkit import Consumer, assert_differ_in_place_only, decode, stored_blocks
 
 from kvdock import Client
 from kvdock.keys import chunk_keys
@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CHUNK = 256
 WAIT_SECONDS = 60.0
+CLEARED = "AllBlocksCleared None"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class Subscriber:
         self.heard = Heard()
         self.events: list[Any] = []
         """What came, in vLLM's own types."""
+        self.consumer = Consumer()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -125,7 +127,9 @@ class Subscriber:
             (number,) = struct.unpack(">q", sequence)
             assert self._next in (None, number)
             self._next = number + 1
-            self.events += decode(payload)
+            for typed in decode(payload):
+                self.events.append(typed)
+                self.consumer.take(typed)
             _, events, *_ = msgspec.msgpack.decode(payload)
             for event in events:
                 self._take(event)
@@ -379,3 +383,19 @@ def test_a_block_is_told_as_the_engine_tells_it(tmp_path: Path) -> None:
         a_third = blocks // 3
         assert told == {None: 2 * a_third - 1, ("a salt",): 1, ("an adapter",): a_third}
         assert {block["lora_id"] for block in ours.values()} == {None, 1}
+
+        # When the engine clears its cache, consumers drop what it has on every medium.
+        consumer = subscriber.consumer
+        there = consumer.on("CPU")
+        assert engine.reset_prefix_cache()
+        until(engine, subscriber, lambda heard: heard.kinds[CLEARED] == 1, "cleared")
+        assert consumer.on("CPU") == there
+        assert not {(0, name) for name in ours} & consumer.on("GPU")
+        (again,) = engine.generate(requests[0])
+        assert again.num_cached_tokens == 2 * CHUNK
+        assert engine.reset_prefix_cache(reset_connector=True)
+        until(engine, subscriber, lambda heard: heard.kinds[CLEARED] == 2, "cleared again")
+        assert not consumer.on("CPU")
+        engine.generate(Request(random_prompt(CHUNK + 1, seed=2), max_tokens=8))
+        until(engine, subscriber, lambda _: len(consumer.on("CPU")) == CHUNK // 32, "one chunk")
+        assert "ERROR" not in engine.log_text

@@ -20,6 +20,7 @@ def test_nothing_need_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.lookup_timeout == 0.1
     assert config.transfer_mode is TransferMode.UNSPECIFIED
     assert not config.mla_on_cpu
+    assert config.events
 
 
 def test_the_environment_says_where_and_the_setting_says_it_louder(
@@ -41,6 +42,7 @@ def test_all_settings() -> None:
             "kvdock.lookup_timeout_ms": "250",
             "kvdock.transfer_mode": "shared",
             "kvdock.mla_on_cpu": True,
+            "kvdock.events": "false",
             "lmcache.mp.host": "is not ours",
             "connectors": [],
         }
@@ -51,6 +53,7 @@ def test_all_settings() -> None:
     assert config.lookup_timeout == 0.25
     assert config.transfer_mode is TransferMode.SHARED
     assert config.mla_on_cpu
+    assert not config.events
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ in the same words, with vLLM's own scheduler, event types and msgpack.
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +15,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from simkit import C, StartEngine, StartServer, prompt
+from simkit import ASK, C, StartEngine, StartServer, prompt
 from simulator import BLOCK_TOKENS, SimulatedEngine, _sha256
-from tests.eventkit import Block, assert_differ_in_place_only, decode, stored_blocks
+from tests.eventkit import Block, Consumer, assert_differ_in_place_only, decode, stored_blocks
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import KVEventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, maybe_convert_block_hash
+
+from kvdock import Client
+from kvdock_vllm.events import _Published
 
 TOKENS = 3 * C
 PICTURES = [
@@ -53,11 +58,14 @@ class Publisher:
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.events: list[Any] = []
+        self.consumer = Consumer()
         scheduler: Any = engine.scheduler
         scheduler.kv_event_publisher = self
 
     def publish(self, batch: KVEventBatch) -> None:
-        self.events += decode(msgspec.msgpack.encode(batch))
+        for event in decode(msgspec.msgpack.encode(batch)):
+            self.events.append(event)
+            self.consumer.take(event)
 
     def shutdown(self) -> None:
         """Nothing is open."""
@@ -74,6 +82,10 @@ class Watched:
         """What was told as stored there."""
         return stored_blocks(self.publisher.events, medium)
 
+    def on(self, medium: str) -> int:
+        """How many blocks a consumer takes to be there now."""
+        return len(self.publisher.consumer.on(medium))
+
     def until(self, done: Callable[[], bool], what: str) -> None:
         """Has the engine take steps until that is so."""
         deadline = time.monotonic() + 20
@@ -83,12 +95,15 @@ class Watched:
 
 
 @pytest.fixture
-def watch(start_server: StartServer, start_engine: StartEngine) -> Callable[..., Watched]:
-    server = start_server("--chunk-tokens", str(C), "--event-log", "16MiB")
+def event_server(start_server: StartServer) -> Any:
+    return start_server("--chunk-tokens", str(C), "--event-log", "16MiB")
 
+
+@pytest.fixture
+def watch(event_server: Any, start_engine: StartEngine) -> Callable[..., Watched]:
     def start(**arguments: Any) -> Watched:
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        engine = start_engine(address=server.address, kv_events_config=events, **arguments)
+        engine = start_engine(address=event_server.address, kv_events_config=events, **arguments)
         return Watched(engine, Publisher(engine))
 
     return start
@@ -158,3 +173,119 @@ def test_what_another_adapter_of_that_name_has_stored_is_not_told(
     blocks = C // BLOCK_TOKENS
     other.until(lambda: len(other.blocks("CPU")) == 2 * blocks, "what it has stored by itself")
     assert not first.blocks("CPU").keys() & other.blocks("CPU").keys()
+
+
+def test_what_a_consumer_drops_with_the_engines_cache_is_told_again(
+    watch: Callable[..., Watched],
+) -> None:
+    watched = watch()
+    engine, blocks = watched.engine, TOKENS // BLOCK_TOKENS
+    engine.generate(prompt(TOKENS))
+    watched.until(lambda: watched.on("CPU") == blocks, "all blocks on the CPU")
+    before = watched.publisher.consumer.on("CPU")
+
+    for _ in range(3):
+        assert engine.scheduler.reset_prefix_cache()
+        watched.until(lambda: watched.on("GPU") == 0, "an empty GPU")
+        assert watched.publisher.consumer.on("CPU") == before
+    assert engine.generate(prompt(TOKENS + 1), kv_transfer_params=ASK).num_cached_tokens == TOKENS
+    assert len([e for e in watched.publisher.events if isinstance(e, AllBlocksCleared)]) == 3
+
+
+def test_nothing_is_told_again_that_was_cleared_with_the_engines_cache(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = watch()
+    engine, blocks = watched.engine, TOKENS // BLOCK_TOKENS
+    engine.generate(prompt(TOKENS))
+    watched.until(lambda: watched.on("CPU") == blocks, "all blocks on the CPU")
+
+    # What the server says of the clearing comes late.
+    late = threading.Event()
+    note = _Published.note
+
+    def noted_late(*arguments: Any) -> None:
+        late.wait(20)
+        note(*arguments)
+
+    monkeypatch.setattr(_Published, "note", noted_late)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    for _ in range(5):
+        engine.step()
+        assert watched.on("CPU") == 0
+    assert watched.on("GPU") == 0
+    late.set()
+    engine.generate(prompt(C, seed=1))
+    watched.until(lambda: watched.on("CPU") == C // BLOCK_TOKENS, "what was stored since")
+    assert "BlockRemoved" not in {type(event).__name__ for event in watched.publisher.events}
+
+
+def test_nothing_is_told_again_that_is_to_be_cleared_once_there_is_a_server(
+    watch: Callable[..., Watched], event_server: Any
+) -> None:
+    watched = watch()
+    engine, blocks = watched.engine, TOKENS // BLOCK_TOKENS
+    engine.generate(prompt(TOKENS))
+    watched.until(lambda: watched.on("CPU") == blocks, "all blocks on the CPU")
+    event_server.kill()
+    link = engine.connector._of_scheduler._link
+    watched.until(lambda: link.current is None, "without a server")
+    assert watched.on("CPU") == blocks
+
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    watched.until(lambda: watched.on("GPU") == 0, "an empty GPU")
+    for _ in range(5):
+        engine.step()
+        assert watched.on("CPU") == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_consumer_knows_what_the_server_has_whatever_is_cleared(
+    watch: Callable[..., Watched], event_server: Any, seed: int
+) -> None:
+    watched, chance = watch(), random.Random(seed)
+    engine, consumer = watched.engine, watched.publisher.consumer
+
+    with Client(event_server.address) as client:
+
+        def blocks_there() -> int:
+            (entry,) = client.namespaces()
+            parts = sum(part.visible for part in client.chunks(entry.namespace.name))
+            return parts * C // BLOCK_TOKENS
+
+        def reset(*, reset_connector: bool) -> None:
+            # Blocks of a store under way are held, and then vLLM refuses.
+            watched.until(lambda: not engine.scheduler.has_requests(), "idle")
+            assert engine.scheduler.reset_prefix_cache(reset_connector=reset_connector)
+
+        actions: list[Callable[[], object]] = [
+            lambda: engine.generate(prompt(TOKENS, seed=chance.randrange(6))),
+            lambda: engine.generate(prompt(TOKENS, seed=chance.randrange(6)), cache_salt="salt"),
+            lambda: client.evict(1),
+            lambda: client.clear(),
+            lambda: reset(reset_connector=False),
+            lambda: reset(reset_connector=True),
+            engine.step,
+        ]
+        for action in chance.choices(actions, [6, 3, 4, 1, 2, 1, 4], k=40):
+            action()
+            assert len(consumer.on("GPU")) <= engine.kv_cache_config.num_blocks
+        watched.until(lambda: watched.on("CPU") == blocks_there(), "what the server has")
+        reset(reset_connector=False)
+        watched.until(lambda: watched.on("GPU") == 0, "an empty GPU")
+        watched.until(lambda: watched.on("CPU") == blocks_there(), "what the server has, again")
+        client.clear()
+        watched.until(lambda: watched.on("CPU") == 0, "nothing")
+
+
+def test_an_engine_can_be_told_to_publish_its_own_blocks_only(
+    watch: Callable[..., Watched],
+) -> None:
+    silent = watch(extra_config={"kvdock.events": False})
+    silent.engine.generate(prompt(TOKENS))
+    other = watch()
+    other.until(lambda: other.on("CPU") == TOKENS // BLOCK_TOKENS, "what the silent one stored")
+    for _ in range(5):
+        silent.engine.step()
+    assert silent.on("GPU") == TOKENS // BLOCK_TOKENS
+    assert silent.on("CPU") == 0

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvdock import ChunkEventData, GroupKind
@@ -23,6 +24,8 @@ LABELS = {
     0: GroupLabel(0, "full_attention", None),
     1: GroupLabel(1, "sliding_window", 128),
 }
+SOURCE: Any = object()
+"""Who tells what the server has."""
 FIRST, SECOND, THIRD = b"1" * 32, b"2" * 32, b"3" * 32
 
 
@@ -32,21 +35,31 @@ def data(
     return ChunkEventData(hashes, parent, bytes(range(8)) * len(hashes), 2, adapter, scheme, **more)
 
 
-def stored(key: bytes, told: ChunkEventData | None, group_idx: int | None = None) -> Stored:
+def stored(
+    key: bytes,
+    told: ChunkEventData | None,
+    group_idx: int | None = None,
+    medium: Medium = Medium.CPU,
+) -> Stored:
     kind = GroupKind.FULL_ATTENTION
-    return Stored(0, "n", key, b"", told, Medium.CPU, group_idx, kind, 0)
+    return Stored(0, "n", key, b"", told, medium, group_idx, kind, 0)
 
 
-def removed(key: bytes, group_idx: int | None = None) -> Removed:
-    return Removed(0, "n", key, (), Medium.CPU, group_idx)
+def removed(key: bytes, group_idx: int | None = None, medium: Medium = Medium.CPU) -> Removed:
+    return Removed(0, "n", key, (), medium, group_idx)
 
 
 @pytest.fixture
 def published() -> _Published:
     """Of an engine that has an adapter, to which it gave number 5."""
     published = _Published(lambda: SCHEME, LABELS)
+    published.begin(SOURCE)
     published.know_adapter("adapter", Adapter(5, SCHEME))
     return published
+
+
+def note(published: _Published, changes: Sequence[Stored | Removed]) -> None:
+    published.note(changes, SOURCE)
 
 
 def take(published: _Published) -> list[Any]:
@@ -59,7 +72,7 @@ def names(hashes: Sequence[bytes]) -> list[Any]:
 
 def test_an_event_has_vllms_fields(published: _Published) -> None:
     told = data(FIRST, SECOND, parent=THIRD, extra_keys=(("adapter", ("pic", -3), b"\xff"), ()))
-    published.note([stored(b"a", told, 1)])
+    note(published, [stored(b"a", told, 1)])
     (event,) = take(published)
     assert event == BlockStored(
         block_hashes=names([FIRST, SECOND]),
@@ -75,7 +88,7 @@ def test_an_event_has_vllms_fields(published: _Published) -> None:
         kv_cache_spec_sliding_window=128,
         locality="LOCAL",
     )
-    published.note([removed(b"a", 1)])
+    note(published, [removed(b"a", 1)])
     assert take(published) == [
         BlockRemoved(
             block_hashes=names([FIRST, SECOND]), medium="CPU", group_idx=1, locality="LOCAL"
@@ -85,7 +98,7 @@ def test_an_event_has_vllms_fields(published: _Published) -> None:
 
 
 def test_blocks_without_extra_keys_are_told_as_vllm_tells_them(published: _Published) -> None:
-    published.note([stored(b"a", data(FIRST, SECOND))])
+    note(published, [stored(b"a", data(FIRST, SECOND))])
     (event,) = take(published)
     assert event.extra_keys == [None, None]
 
@@ -94,19 +107,19 @@ def test_blocks_without_extra_keys_are_told_as_vllm_tells_them(published: _Publi
 def test_what_was_told_in_a_way_that_is_not_known_is_left_out(
     published: _Published, extra_keys: Any
 ) -> None:
-    published.note([stored(b"a", data(FIRST, SECOND, extra_keys=extra_keys))])
+    note(published, [stored(b"a", data(FIRST, SECOND, extra_keys=extra_keys))])
     assert take(published) == []
-    published.note([removed(b"a")])
+    note(published, [removed(b"a")])
     assert take(published) == []
 
 
 def test_what_has_an_adapter_waits_until_the_engine_has_it(published: _Published) -> None:
     parent, child = data(FIRST, adapter="new"), data(SECOND, parent=FIRST, adapter="new")
     gone = data(THIRD, adapter="new")
-    published.note([stored(b"p", parent), stored(b"c", child), stored(b"g", gone)])
-    published.note([stored(b"o", data(THIRD, adapter="another"))])
+    note(published, [stored(b"p", parent), stored(b"c", child), stored(b"g", gone)])
+    note(published, [stored(b"o", data(THIRD, adapter="another"))])
     assert take(published) == []
-    published.note([removed(b"g")])
+    note(published, [removed(b"g")])
     published.know_adapter("new", Adapter(9, SCHEME))
     told = take(published)
     assert [(event.block_hashes, event.lora_id) for event in told] == [
@@ -118,7 +131,7 @@ def test_what_has_an_adapter_waits_until_the_engine_has_it(published: _Published
 
 
 def test_what_has_other_weights_than_the_engines_adapter_is_left_out(published: _Published) -> None:
-    published.note([stored(b"p", data(FIRST)), stored(b"c", data(SECOND, parent=FIRST))])
+    note(published, [stored(b"p", data(FIRST)), stored(b"c", data(SECOND, parent=FIRST))])
     assert len(take(published)) == 2
     published.know_adapter("adapter", Adapter(6, "other weights"))
     gone = take(published)
@@ -131,19 +144,43 @@ def test_what_has_other_weights_than_the_engines_adapter_is_left_out(published: 
     assert {event.lora_id for event in come} == {7}
 
 
+def test_each_medium_is_told_for_itself(published: _Published) -> None:
+    on_disk = {"medium": Medium.STORAGE}
+    note(published, [stored(b"a", data(FIRST)), stored(b"a", data(FIRST), **on_disk)])
+    note(published, [stored(b"b", data(FIRST), **on_disk)])
+    assert [event.medium for event in take(published)] == ["CPU", "STORAGE"]
+    note(published, [removed(b"a")])
+    assert [event.medium for event in take(published)] == ["CPU"]
+    note(published, [removed(b"a", **on_disk)])
+    assert take(published) == []
+    note(published, [removed(b"b", **on_disk)])
+    (gone,) = take(published)
+    assert (gone.medium, gone.block_hashes) == ("STORAGE", names([FIRST]))
+
+
+def test_what_is_on_media_that_the_server_does_not_give_from_is_left_out(
+    published: _Published,
+) -> None:
+    media = (Medium.GPU, Medium.UNSPECIFIED)
+    note(published, [stored(b"a", data(FIRST), medium=medium) for medium in media])
+    assert take(published) == []
+    note(published, [removed(b"a", medium=medium) for medium in media])
+    assert take(published) == []
+
+
 def test_the_only_group_is_vllms_group_0(published: _Published) -> None:
-    published.note([stored(b"a", data(FIRST), None)])
+    note(published, [stored(b"a", data(FIRST), None)])
     (come,) = take(published)
-    published.note([removed(b"a", None)])
+    note(published, [removed(b"a", None)])
     (gone,) = take(published)
     assert (come.group_idx, gone.group_idx) == (0, 0)
 
 
 def test_groups_0_and_1_stay_apart_through_vllms_msgpack(published: _Published) -> None:
     groups = (0, 1)
-    published.note([stored(b"a", data(FIRST), group_idx) for group_idx in groups])
+    note(published, [stored(b"a", data(FIRST), group_idx) for group_idx in groups])
     events = take(published)
-    published.note([removed(b"a", 0)])
+    note(published, [removed(b"a", 0)])
     events += take(published)
     encoded = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
     decoded = msgspec.msgpack.decode(encoded, type=KVEventBatch).events
@@ -156,69 +193,140 @@ def test_groups_0_and_1_stay_apart_through_vllms_msgpack(published: _Published) 
 
 
 def test_a_hash_of_two_parts_goes_with_the_last_of_them(published: _Published) -> None:
-    published.note([stored(b"a", data(FIRST, SECOND)), stored(b"b", data(SECOND, THIRD))])
+    note(published, [stored(b"a", data(FIRST, SECOND)), stored(b"b", data(SECOND, THIRD))])
     assert len(take(published)) == 2
-    published.note([removed(b"a")])
+    note(published, [removed(b"a")])
     (event,) = take(published)
     assert event.block_hashes == names([FIRST])
-    published.note([removed(b"b")])
+    note(published, [removed(b"b")])
     (event,) = take(published)
     assert event.block_hashes == names([SECOND, THIRD])
 
 
 def test_what_comes_and_goes_between_two_steps_is_not_mentioned(published: _Published) -> None:
-    published.note([stored(b"a", data(FIRST))])
-    published.note([removed(b"a")])
+    note(published, [stored(b"a", data(FIRST))])
+    note(published, [removed(b"a")])
     assert take(published) == []
-    published.note([stored(b"a", data(FIRST))])
+    note(published, [stored(b"a", data(FIRST))])
     assert len(take(published)) == 1
-    published.note([removed(b"a"), stored(b"a", data(FIRST))])
+    note(published, [removed(b"a"), stored(b"a", data(FIRST))])
     assert take(published) == []
 
 
 def test_what_was_stored_anew_with_other_hashes_is_told_anew(published: _Published) -> None:
-    published.note([stored(b"a", data(FIRST))])
+    note(published, [stored(b"a", data(FIRST))])
     take(published)
-    published.note([removed(b"a"), stored(b"a", data(SECOND))])
+    note(published, [removed(b"a"), stored(b"a", data(SECOND))])
     gone, come = take(published)
     assert (gone.block_hashes, come.block_hashes) == (names([FIRST]), names([SECOND]))
 
 
 def test_hashes_of_another_kind_and_parts_without_any_are_left_out(published: _Published) -> None:
-    published.note(
+    note(
+        published,
         [
             stored(b"a", data(FIRST, scheme="another engine's")),
             stored(b"b", None),
             stored(b"c", data()),
-        ]
+        ],
     )
     assert take(published) == []
-    published.note([removed(b"a"), removed(b"b"), removed(b"c")])
+    note(published, [removed(b"a"), removed(b"b"), removed(b"c")])
     assert take(published) == []
 
 
 def test_parents_come_first_and_go_last_also_when_they_come_again(published: _Published) -> None:
     parent, child = data(FIRST), data(SECOND, parent=FIRST)
-    published.note([stored(b"p", parent), stored(b"c", child)])
+    note(published, [stored(b"p", parent), stored(b"c", child)])
     assert [event.block_hashes for event in take(published)] == [names([FIRST]), names([SECOND])]
-    published.note([removed(b"c"), removed(b"p")])
+    note(published, [removed(b"c"), removed(b"p")])
     assert [event.block_hashes for event in take(published)] == [names([SECOND]), names([FIRST])]
-    published.note([stored(b"p", parent), stored(b"c", child), removed(b"c"), removed(b"p")])
-    published.note([stored(b"p", parent), stored(b"c", child)])
+    note(published, [stored(b"p", parent), stored(b"c", child), removed(b"c"), removed(b"p")])
+    note(published, [stored(b"p", parent), stored(b"c", child)])
     assert [event.block_hashes for event in take(published)] == [names([FIRST]), names([SECOND])]
 
 
 def test_a_step_publishes_a_bounded_number(published: _Published) -> None:
     keys = [number.to_bytes(4, "big") for number in range(250)]
-    published.note([stored(key, data(key * 8)) for key in keys])
+    note(published, [stored(key, data(key * 8)) for key in keys])
     assert [len(take(published)) for _ in range(4)] == [100, 100, 50, 0]
 
 
 def test_a_step_never_waits_for_the_follower(published: _Published) -> None:
-    published.note([stored(b"a", data(FIRST))])
+    note(published, [stored(b"a", data(FIRST))])
     with published._lock:
         assert take(published) == []
     assert len(take(published)) == 1
+
+
+@pytest.fixture
+def pool(published: _Published) -> BlockPool:
+    """The engine's own blocks."""
+    pool = BlockPool(8, True, 16, enable_kv_cache_events=True)
+    published.watch_pool(pool)
+    return pool
+
+
+def consumed(published: _Published, pool: BlockPool) -> list[Any]:
+    """What a step publishes: vLLM takes the engine's own events first."""
+    return [*pool.take_events(), *take(published)]
+
+
+def test_what_is_there_is_told_again_after_the_engine_cleared_its_cache(
+    published: _Published, pool: BlockPool
+) -> None:
+    parent, child, gone = data(FIRST), data(SECOND, parent=FIRST), data(THIRD)
+    note(published, [stored(b"p", parent), stored(b"c", child), stored(b"g", gone)])
+    assert len(consumed(published, pool)) == 3
+    note(published, [removed(b"g")])
+    assert pool.reset_prefix_cache()
+    cleared, *again = consumed(published, pool)
+    assert isinstance(cleared, AllBlocksCleared)
+    assert [event.block_hashes for event in again] == [names([FIRST]), names([SECOND])]
+    # Once, and what goes later is removed once.
+    assert consumed(published, pool) == []
+    note(published, [removed(b"c"), removed(b"p")])
+    assert [type(event) for event in consumed(published, pool)] == [BlockRemoved] * 2
+
+
+def test_clearings_are_noticed_also_where_a_step_tells_nothing(
+    published: _Published, pool: BlockPool
+) -> None:
+    note(published, [stored(b"a", data(FIRST))])
+    assert len(consumed(published, pool)) == 1
+    assert pool.reset_prefix_cache()
+    with published._lock:
+        # The follower is at it, so only the engine is heard.
+        assert [type(event) for event in consumed(published, pool)] == [AllBlocksCleared]
+    assert [type(event) for event in consumed(published, pool)] == [BlockStored]
+
+
+def test_an_engine_that_could_not_clear_its_cache_repeats_nothing(
+    published: _Published, pool: BlockPool
+) -> None:
+    note(published, [stored(b"a", data(FIRST))])
+    assert len(consumed(published, pool)) == 1
+    (block,) = pool.get_new_blocks(1)
+    assert not pool.reset_prefix_cache()
+    assert consumed(published, pool) == []
+    pool.free_blocks([block])
+
+
+def test_what_one_source_had_is_void_when_another_begins(
+    published: _Published, pool: BlockPool
+) -> None:
+    parent, child = data(FIRST), data(SECOND, parent=FIRST)
+    note(published, [stored(b"p", parent), stored(b"c", child)])
+    assert len(consumed(published, pool)) == 2
+    published.begin(None)
+    note(published, [stored(b"a", data(THIRD))])
+    gone = consumed(published, pool)
+    assert [event.block_hashes for event in gone] == [names([SECOND]), names([FIRST])]
+    other: Any = object()
+    published.begin(other)
+    published.note([stored(b"p", parent)], other)
+    note(published, [removed(b"p")])
+    assert [event.block_hashes for event in consumed(published, pool)] == [names([FIRST])]
 
 
 class _Teller(Teller):

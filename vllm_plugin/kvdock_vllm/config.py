@@ -49,6 +49,8 @@ class Config:
     """``kvdock.transfer_mode``: ``auto`` (UNSPECIFIED), ``server`` or ``shared``."""
     mla_on_cpu: bool = False
     """``kvdock.mla_on_cpu``: use hits also where they change what an MLA model answers."""
+    events: bool = True
+    """``kvdock.events``: tell of KVDock's cache among the engine's KV events, if it has any."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Config:
@@ -69,7 +71,7 @@ class Config:
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{PREFIX}address is {text!r}: it must be a string")
         values["address"] = addresses.parse(text or addresses.default_address())
-        for name in ("save_decode", "autostart", "mla_on_cpu"):
+        for name in ("save_decode", "autostart", "mla_on_cpu", "events"):
             if name in ours:
                 values[name] = _switch(name, ours.pop(name))
         if "chunk_tokens" in ours:
@@ -116,6 +118,7 @@ def _refuse(name: str) -> None:
         "lookup_timeout_ms",
         "transfer_mode",
         "mla_on_cpu",
+        "events",
     ]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known are {', '.join(known)}"

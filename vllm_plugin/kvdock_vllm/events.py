@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.address import Address
 from kvdock.errors import KVDockError, NoEventLog
-from kvdock.events import Filter, Follower, Index, PartId, Removed, Stored
+from kvdock.events import Filter, Follower, Index, Medium, PartId, Removed, Stored
 from kvdock.keys import LoRA
 from kvdock.types import ChunkEventData
 from kvdock_vllm import affinity
@@ -38,6 +38,7 @@ from kvdock_vllm.groups import GroupShape
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -50,6 +51,9 @@ _JOIN_SECONDS = 3.0
 
 # Parts that one step publishes at most, so that a large snapshot holds up no step.
 _PARTS_A_STEP = 100
+
+# What vLLM calls the media from which the server gives. Others are not the engine's to tell of.
+_MEDIA = {Medium.CPU: "CPU", Medium.STORAGE: "STORAGE"}
 
 # What may be told of one chunk, by the protocol's limit, and of all chunks of one store, so that
 # its message stays below 4 MiB. No store may fail for what it tells.
@@ -228,13 +232,21 @@ class Relay:
             labels[None] = labels[0]
         return cls(address, lambda: hash_scheme(vllm_config), labels)
 
+    def watch_pool(self, pool: BlockPool) -> None:
+        """The engine's own blocks, whose clearing is to be noticed."""
+        self._published.watch_pool(pool)
+
+    def forget(self) -> None:
+        """Nothing is known of the server until :meth:`follow`: its namespace is being cleared."""
+        self._published.begin(None)
+
     def follow(self, namespace: str, *, has_log: bool) -> None:
         """There is a server, and this engine's namespace there. Returns at once.
 
         Called again and again, whenever there is a new session, always on one thread.
         """
         running = self._thread is not None and self._thread.is_alive()
-        if running and namespace == self._namespace:
+        if running and namespace == self._namespace and self._published.is_told_by(self._follower):
             return
         if not has_log:
             if not self._said_no_log:
@@ -249,6 +261,7 @@ class Relay:
         self._namespace = namespace
         index = Index(Filter(namespaces=(namespace,)))
         self._follower = Follower(index, str(self._address), progress_interval=_PROGRESS_SECONDS)
+        self._published.begin(self._follower)
         self._thread = threading.Thread(
             target=self._run, args=(self._follower,), name="kvdock-events", daemon=True
         )
@@ -283,7 +296,7 @@ class Relay:
         lost_since: float | None = None
         try:
             for update in follower:
-                self._published.note(update.changes)
+                self._published.note(update.changes, follower)
                 if update.lost is None:
                     lost_since = None
                     continue
@@ -291,14 +304,13 @@ class Relay:
                 lost_since = lost_since or now
                 if now - lost_since > _GONE_SECONDS and len(follower.index):
                     _log.info("no KVDock server for %g s: publishing that", _GONE_SECONDS)
-                    self._published.note(follower.index.forget())
+                    self._published.note(follower.index.forget(), follower)
         except NoEventLog as error:
             _log.warning("KV events tell nothing more of KVDock's cache: %s", error.message)
         except KVDockError as error:
             _log.error("KV events tell nothing more of KVDock's cache: %s", error.message)
         finally:
-            # Another namespace, or nothing at all, takes its place.
-            self._published.note(follower.index.forget())
+            self._published.note(follower.index.forget(), follower)
 
 
 class _Published:
@@ -307,6 +319,9 @@ class _Published:
     Kept as the difference of two states, not as a queue: a part that comes and goes while the
     engine takes no step costs nothing. Parts in ``_changed`` stand in the order of their last
     change, so parents are stored before their children and removed after them.
+
+    When the engine clears its own cache, vLLM tells consumers to drop all that the engine has, on
+    every medium. Then nothing of what was told counts any more, and it is told again.
 
     What other engines stored with an adapter waits until this engine has that adapter: consumers
     may know it by the number that each engine gives it.
@@ -319,15 +334,33 @@ class _Published:
         self._there: dict[PartId, Stored] = {}
         self._told: dict[PartId, ChunkEventData] = {}
         self._changed: dict[PartId, None] = {}
-        # How many of the parts that were told of have a hash, by group and hash.
-        self._holders: Counter[tuple[int | None, bytes]] = Counter()
+        # How many of the parts that were told of have a hash, by medium, group and hash.
+        self._holders: Counter[tuple[str, int, bytes]] = Counter()
+        # Who tells what the server has.
+        self._source: Follower | None = None
+        self._engine_cache = _EngineCache()
         # The engine's adapters, by name, and the names of those that are new.
         self._adapters: dict[str, Adapter | None] = {}
         self._new_adapters: set[str] = set()
 
-    def note(self, changes: Sequence[Stored | Removed]) -> None:
-        """What the server has has changed."""
+    def is_told_by(self, source: Follower | None) -> bool:
+        """Whether that is who tells what the server has."""
+        return self._source is source
+
+    def begin(self, source: Follower | None) -> None:
+        """From now on that is who tells what the server has, or nobody. What it had is gone."""
         with self._lock:
+            self._source = source
+            for part_id in reversed(self._there):
+                self._changed.pop(part_id, None)
+                self._changed[part_id] = None
+            self._there.clear()
+
+    def note(self, changes: Sequence[Stored | Removed], source: Follower) -> None:
+        """What the server has has changed. Nothing if another one tells that by now."""
+        with self._lock:
+            if self._source is not source:
+                return
             for change in changes:
                 if isinstance(change, Stored):
                     self._there[change.id] = change
@@ -342,11 +375,21 @@ class _Published:
             self._adapters[name] = adapter
             self._new_adapters.add(name)
 
+    def watch_pool(self, pool: BlockPool) -> None:
+        """The engine's own blocks, whose clearing is to be noticed."""
+        self._engine_cache = _EngineCache(pool)
+
     def take(self) -> list[KVCacheEvent]:
-        """The next events. Empty while somebody else is at it, rather than waiting."""
-        if not (self._changed or self._new_adapters) or not self._lock.acquire(blocking=False):
+        """The next events, which follow the engine's own. Empty while somebody else is at it,
+        rather than waiting.
+        """
+        if not self._lock.acquire(blocking=False):
             return []
         try:
+            if self._engine_cache.was_cleared():
+                self._told.clear()
+                self._holders.clear()
+                self._changed = dict.fromkeys(self._there)
             self._look_again_at_parts_of_new_adapters()
             events: list[KVCacheEvent] = []
             for part_id in list(islice(self._changed, _PARTS_A_STEP)):
@@ -371,20 +414,21 @@ class _Published:
 
     def _difference(self, part_id: PartId) -> list[KVCacheEvent]:
         events: list[KVCacheEvent] = []
-        label = self._labels.get(part_id.group_idx)
+        label, medium = self._labels.get(part_id.group_idx), _MEDIA.get(part_id.medium)
         data = self._publishable(part_id)
         told = self._told.get(part_id)
-        if told == data or label is None:
+        if told == data or label is None or medium is None:
             return events
         if told is not None:
             del self._told[part_id]
-            gone = self._count(label.index, told.block_hashes, -1)
+            gone = self._count(medium, label.index, told.block_hashes, -1)
             if gone:
-                events.append(_removed(gone, label))
+                events.append(_removed(gone, medium, label))
         if data is not None:
             self._told[part_id] = data
-            if self._count(label.index, data.block_hashes, 1):
-                events.append(_stored(data, label, self._adapters.get(data.lora_name)))
+            if self._count(medium, label.index, data.block_hashes, 1):
+                adapter = self._adapters.get(data.lora_name)
+                events.append(_stored(data, medium, label, adapter))
         return events
 
     def _publishable(self, part_id: PartId) -> ChunkEventData | None:
@@ -400,17 +444,42 @@ class _Published:
         is_known = data.hash_scheme == scheme and _has_all_extra_keys(data)
         return data if is_known else None
 
-    def _count(self, group_idx: int, hashes: Sequence[bytes], by: int) -> list[bytes]:
-        """The hashes that the first part has now, or none any more."""
+    def _count(self, medium: str, group_idx: int, hashes: Sequence[bytes], by: int) -> list[bytes]:
+        """The hashes that the first part has there now, or none any more."""
         turned = []
         for one in hashes:
-            before = self._holders[group_idx, one]
-            self._holders[group_idx, one] = before + by
+            before = self._holders[medium, group_idx, one]
+            self._holders[medium, group_idx, one] = before + by
             if not before + by:
-                del self._holders[group_idx, one]
+                del self._holders[medium, group_idx, one]
             if not before or not before + by:
                 turned.append(one)
         return turned
+
+
+class _EngineCache:
+    """The engine's own cache, of which it matters when it is cleared.
+
+    No hook tells a connector that. But vLLM's pool of blocks then begins anew with the table in
+    which it finds blocks by their hash.
+    """
+
+    def __init__(self, pool: BlockPool | None = None) -> None:
+        self._pool = pool
+        self._table = self._table_now()
+        if pool is not None and self._table is None:
+            _log.warning(
+                "this version of vLLM does not show when it clears its cache: what KVDock has is "
+                "then not told again to consumers of KV events"
+            )
+
+    def was_cleared(self) -> bool:
+        """Since the last call."""
+        before, self._table = self._table, self._table_now()
+        return self._table is not before
+
+    def _table_now(self) -> object:
+        return getattr(self._pool, "cached_block_hash_to_block", None)
 
 
 def _has_all_extra_keys(data: ChunkEventData) -> bool:
@@ -421,7 +490,9 @@ def _has_all_extra_keys(data: ChunkEventData) -> bool:
     return not any(None in (key if isinstance(key, tuple) else (key,)) for key in keys)
 
 
-def _stored(data: ChunkEventData, label: GroupLabel, adapter: Adapter | None) -> KVCacheEvent:
+def _stored(
+    data: ChunkEventData, medium: str, label: GroupLabel, adapter: Adapter | None
+) -> KVCacheEvent:
     from vllm.distributed import kv_events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -433,7 +504,7 @@ def _stored(data: ChunkEventData, label: GroupLabel, adapter: Adapter | None) ->
         "token_ids": _from_bytes(data.token_ids),
         "block_size": data.block_size,
         "lora_id": adapter.lora_id if adapter else None,
-        "medium": _medium(),
+        "medium": medium,
         "lora_name": data.lora_name or None,
         "extra_keys": [keys or None for keys in data.extra_keys or [()] * len(data.block_hashes)],
         "group_idx": label.index,
@@ -444,14 +515,14 @@ def _stored(data: ChunkEventData, label: GroupLabel, adapter: Adapter | None) ->
     return _make(kv_events.BlockStored, fields)
 
 
-def _removed(hashes: Sequence[bytes], label: GroupLabel) -> KVCacheEvent:
+def _removed(hashes: Sequence[bytes], medium: str, label: GroupLabel) -> KVCacheEvent:
     from vllm.distributed import kv_events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     convert: Any = maybe_convert_block_hash
     fields = {
         "block_hashes": [convert(one) for one in hashes],
-        "medium": _medium(),
+        "medium": medium,
         "group_idx": label.index,
         "locality": "LOCAL",
     }
@@ -463,12 +534,6 @@ def _make(kind: Any, fields: Mapping[str, object]) -> KVCacheEvent:
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     event: KVCacheEvent = kind(**known)
     return event
-
-
-def _medium() -> str:
-    from vllm.distributed import kv_events
-
-    return str(getattr(kv_events, "MEDIUM_CPU", "CPU"))
 
 
 def _label(index: int, spec: Any) -> GroupLabel:

@@ -114,7 +114,7 @@ class SchedulerHalf:
         self._scopes = ScopeReader(vllm_config)
         self._relay = (
             Relay.of_engine(vllm_config, kv_cache_config, config.address)
-            if publishes_events(vllm_config)
+            if config.events and publishes_events(vllm_config)
             else None
         )
         self._workers: dict[int, WorkerDescription] = {}
@@ -581,6 +581,8 @@ class SchedulerHalf:
             record.is_of_before = any(record.tables)
         self._stale_jobs = set(self._stores.under_way)
         self._clears_wanted += 1
+        if self._relay is not None:
+            self._relay.forget()
         if not self._link.renew(_RESET_SECONDS):
             _log.warning(
                 "KVDock's cache could not be reset now (%s); it will be before it is used again",
@@ -595,6 +597,11 @@ class SchedulerHalf:
             if not self._stale_jobs:
                 self._clears_wanted += 1
                 self._link.renew(0)
+
+    def watch_pool(self, pool: BlockPool) -> None:
+        """The engine's own blocks, once they are there."""
+        if self._relay is not None:
+            self._relay.watch_pool(pool)
 
     def take_events(self) -> list[KVCacheEvent]:
         """What is to be published of the server's cache."""
