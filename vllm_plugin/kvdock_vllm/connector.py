@@ -213,10 +213,6 @@ class KVDockConnector(KVConnectorBase_V1):
 
     # -- scheduler ------------------------------------------------------------------------------
 
-    @_never_raises(_nothing)
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._of_scheduler.watch_pool(gpu_block_pool)
-
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
     ) -> None:

@@ -163,6 +163,8 @@ class SchedulerHalf:
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Takes vLLM's pool of blocks."""
         self._holds.bind(pool)
+        if self._relay is not None:
+            self._relay.watch_pool(pool)
 
     # -- connection -----------------------------------------------------------------------------
 
@@ -597,11 +599,6 @@ class SchedulerHalf:
             if not self._stale_jobs:
                 self._clears_wanted += 1
                 self._link.renew(0)
-
-    def watch_pool(self, pool: BlockPool) -> None:
-        """The engine's own blocks, once they are there."""
-        if self._relay is not None:
-            self._relay.watch_pool(pool)
 
     def take_events(self) -> list[KVCacheEvent]:
         """What is to be published of the server's cache."""
