@@ -180,7 +180,7 @@ class PeerKernel(_Kernel):
     def __init__(self, driver: Driver, ordinal: int, pairs: U64) -> None:
         """``pairs`` has the columns of ``Pairs`` as rows. ValueError if there are too many."""
         if pairs.shape[1] > _MOST_PAIRS:
-            raise ValueError(f"blocks of {pairs.shape[1]} pieces")
+            raise ValueError(f"blocks of {pairs.shape[1]} pairs")
         super().__init__(driver, ordinal, _TO_PEER, "copy_to_peer", pairs, pairs[4])
 
     def launch(self, ids: I64, stream: int) -> None:

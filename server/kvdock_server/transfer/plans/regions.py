@@ -89,14 +89,14 @@ def cheapest_grouping(regions: MergedRegions, costs_us: npt.NDArray[np.float64])
         strided: list[StridedGroup] = []
         singles: list[int] = []
         for first in range(min(step, len(regions.device))):
-            _group(regions, costs_us, first, step, strided, singles)
+            _group_by_pitch(regions, costs_us, first, step, strided, singles)
         alone = np.array(sorted(singles), dtype=np.intp)
         block_us = len(strided) * COST_MODEL.rectangle_us + float(costs_us[alone].sum())
         groupings.append(Grouping(strided, alone, block_us))
     return min(groupings, key=lambda grouping: grouping.block_us)
 
 
-def _group(
+def _group_by_pitch(
     regions: MergedRegions,
     costs_us: npt.NDArray[np.float64],
     first: int,
