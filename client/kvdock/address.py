@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import stat
 import urllib.parse
 from collections.abc import Container
@@ -21,6 +22,9 @@ SOCKET_NAME = "kvdock.sock"
 
 # sizeof(sockaddr_un.sun_path) on Linux, less the terminating zero.
 _MAX_SOCKET_PATH_BYTES = 107
+
+# A name, or an IPv4 address.
+_HOST = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +106,34 @@ def _unix(path_text: str, given: str) -> Address:
 
 
 def _tcp(host_port: str, given: str) -> Address:
+    scheme, has_scheme, _ = host_port.partition("://")
+    if has_scheme:
+        raise InvalidArgument(
+            f"address {given!r}: {scheme!r} is no scheme of KVDock's; write host:port, or "
+            f"unix:///path/to/{SOCKET_NAME}"
+        )
     host, colon, port_text = host_port.rpartition(":")
+    if _is_ipv6(host_port) or _is_ipv6(host):
+        raise InvalidArgument(f"address {given!r}: write an IPv6 host and its port as [::1]:7000")
     if not colon or not host or not port_text.isascii() or not port_text.isdigit():
         raise InvalidArgument(
             f"address {given!r} is neither host:port nor unix:///path/to/{SOCKET_NAME}"
         )
     if not 0 < int(port_text) < 65536:
         raise InvalidArgument(f"address {given!r}: port {port_text} is not in 1 to 65535")
-    if "/" in host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
-        raise InvalidArgument(f"address {given!r}: write an IPv6 host as [::1]:{port_text}")
+    in_brackets = host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1])
+    if not in_brackets and not _HOST.fullmatch(host):
+        raise InvalidArgument(f"address {given!r}: {host!r} is no host's name or address")
     text = f"{host}:{int(port_text)}"
     return Address(text=text, target=text, socket_path=None, is_local=_is_loopback(host))
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -315,7 +315,7 @@ def _sort_out(
     for kind in (LoRA, CacheSalt):
         same = [extra for extra in request_wide if isinstance(extra, kind)]
         if len(same) > 1:
-            raise ValueError(f"a request has at most one {kind.__name__}, got {same}")
+            raise ValueError(f"a request has at most one {kind.__name__}, got {len(same)}")
     return [extra.record() for extra in request_wide], items
 
 

@@ -52,6 +52,29 @@ def test_what_is_no_address_is_refused(given: str) -> None:
         parse(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ("http://h:1", "'http' is no scheme of KVDock's; write host:port, or unix:///path"),
+        ("grpc://h:5", "'grpc' is no scheme"),
+        ("tcp://http://h:1", "'http' is no scheme"),
+        ("nowhere", "neither host:port nor unix:///path"),
+        ("dns:///h:1", "'dns' is no scheme"),
+        ("a/b:1", "'a/b' is no host's name"),
+        ("ipv4:10.0.0.7:1", "'ipv4:10.0.0.7' is no host's name"),
+        ("my host:1", "'my host' is no host's name"),
+        ("user@host:1", "'user@host' is no host's name"),
+        ("[host]:1", r"'\[host\]' is no host's name"),
+        ("::1:50051", r"write an IPv6 host and its port as \[::1\]:7000"),
+        ("2001:db8::1", "write an IPv6 host and its port as"),
+        ("host:0", "port 0 is not in 1 to 65535"),
+    ],
+)
+def test_it_says_what_is_wrong(given: str, what: str) -> None:
+    with pytest.raises(InvalidArgument, match=what):
+        parse(given)
+
+
 def test_the_default_is_the_variable_then_the_runtime_folder_then_tmp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

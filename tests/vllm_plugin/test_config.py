@@ -78,6 +78,12 @@ def test_what_makes_no_sense_is_refused_by_name(extra: dict[str, Any], message: 
         Config.from_mapping(extra)
 
 
-def test_an_address_that_is_none_says_how_to_write_one() -> None:
-    with pytest.raises(Exception, match="unix:///path"):
-        Config.from_mapping({"kvdock.address": "nowhere"})
+@pytest.mark.parametrize("address", ["nowhere", "http://h:1", "grpc://h:5"])
+def test_an_address_that_is_none_says_where_it_stands_and_how_to_write_one(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"^kvdock.address cannot be used: .*unix:///path"):
+        Config.from_mapping({"kvdock.address": address})
+    monkeypatch.setenv("KVDOCK_ADDRESS", address)
+    with pytest.raises(ValueError, match=r"^\$KVDOCK_ADDRESS cannot be used: .*unix:///path"):
+        Config.from_mapping({})

@@ -127,6 +127,19 @@ def test_copies_outside_the_cache_are_refused(
         gather([Part(block_ids, np.zeros(nbytes, np.uint8))], never)
 
 
+@each_way
+def test_a_message_names_one_block_of_thousands(
+    way: Callable[[GroupLayout], tuple[Copy, Copy]],
+) -> None:
+    gather, _ = way(mla(1, 2, tokens=3, width=4, gap=0).layout)
+    ids = [0] * 5000 + [7]
+    with pytest.raises(
+        ValueError, match="block id 7: 5001 block ids are not all below 2"
+    ) as refused:
+        gather([Part(ids, np.zeros(12 * len(ids), np.uint8))], never)
+    assert len(str(refused.value)) < 100
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 30), max_size=30),

@@ -99,16 +99,35 @@ def test_vllms_flag_runs_us_and_says_that_its_size_is_not_used(
     connector.shutdown()
 
 
-def test_a_failed_load_is_computed_instead_whatever_vllms_default(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        ({}, "sets it in place of fail"),
+        ({"kv_load_failure_policy": "fail"}, "not honoured where it was chosen"),
+        ({"kv_load_failure_policy": "recompute"}, "as it was set"),
+    ],
+)
+def test_a_failed_load_is_computed_instead_whatever_vllms_policy_and_that_is_said(
+    chosen: dict[str, str],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plugin.register()
     config = EngineArgs(
         model=str(make_checkpoint(tmp_path / "tiny", Llama(layers=1))),
         skip_tokenizer_init=True,
-        kv_transfer_config={"kv_connector": "KVDockConnector", "kv_role": "kv_both"},
+        kv_transfer_config={"kv_connector": "KVDockConnector", "kv_role": "kv_both", **chosen},
     ).create_engine_config()
     assert config.kv_transfer_config is not None
-    connector = KVDockConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(16))
+    monkeypatch.setattr(logging.getLogger("kvdock_vllm"), "parent", logging.getLogger())
+    with caplog.at_level(logging.INFO, "kvdock_vllm"):
+        connector = KVDockConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(16))
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    (message,) = [r.getMessage() for r in caplog.records if "failure_policy" in r.getMessage()]
+    assert message.startswith("kv_load_failure_policy is recompute")
+    assert why in message
     assert connector.requires_kv_delivery is False
     connector.shutdown()
 

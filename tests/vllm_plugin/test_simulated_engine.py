@@ -12,9 +12,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from simkit import (
     ASK,
@@ -552,6 +555,32 @@ def test_nothing_that_answers_is_as_good_as_nobody(model: Path, tmp_path: Path) 
     finally:
         listener.close()
         path.unlink()
+
+
+@pytest.fixture
+def other_server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Address of a program that is no KVDock server."""
+    if request.param == "HTTP":
+        web = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{web.server_port}"
+        web.shutdown()
+        web.server_close()
+    else:
+        service = grpc.server(ThreadPoolExecutor(1))
+        port = service.add_insecure_port("127.0.0.1:0")
+        service.start()
+        yield f"127.0.0.1:{port}"
+        service.stop(None)
+
+
+@pytest.mark.parametrize("other_server", ["HTTP", "gRPC"], indirect=True)
+def test_another_program_is_as_good_as_nobody(
+    model: Path, other_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SimulatedEngine(model, other_server) as engine:
+        assert engine.generate(prompt(2 * C)).finish_reason == "length"
+    assert f"goes on trying to connect to {other_server}" in caplog.text
 
 
 def test_a_pool_smaller_than_the_working_set(model: Path, start_server: StartServer) -> None:

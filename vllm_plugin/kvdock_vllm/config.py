@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock import address as addresses
 from kvdock.address import Address
+from kvdock.errors import InvalidArgument
 from kvdock.types import TransferMode
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Config:
         text = ours.pop("address", None)
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{PREFIX}address is {text!r}: it must be a string")
-        values["address"] = addresses.parse(text or addresses.default_address())
+        values["address"] = _address(text)
         for name in ("save_decode", "autostart", "mla_on_cpu", "events"):
             if name in ours:
                 values[name] = _switch(name, ours.pop(name))
@@ -84,6 +85,14 @@ class Config:
         if ours:
             _refuse(next(iter(ours)))
         return cls(**values)
+
+
+def _address(text: str | None) -> Address:
+    try:
+        return addresses.parse(text or addresses.default_address())
+    except InvalidArgument as error:
+        source = f"{PREFIX}address" if text else f"${addresses.ENVIRONMENT_VARIABLE}"
+        raise ValueError(f"{source} cannot be used: {error.message}") from None
 
 
 def _switch(name: str, value: object) -> bool:

@@ -95,7 +95,10 @@ def check_part(part: Part, layout: GroupLayout) -> None:
             f"{len(block_ids)} blocks take {nbytes} bytes on the host, not {len(part.host)}"
         )
     if block_ids and not 0 <= min(block_ids) <= max(block_ids) < layout.num_blocks:
-        raise ValueError(f"block ids {block_ids} are not all below {layout.num_blocks}")
+        wrong = next(block for block in block_ids if not 0 <= block < layout.num_blocks)
+        raise ValueError(
+            f"block id {wrong}: {len(block_ids)} block ids are not all below {layout.num_blocks}"
+        )
 
 
 class Copier:

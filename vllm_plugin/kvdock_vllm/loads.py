@@ -19,6 +19,9 @@ from kvdock_vllm.metadata import GroupLoad, LoadSpec
 
 _log = logging.getLogger(__name__)
 
+# Of the block ids of a group, in a message.
+_MOST_SHOWN = 8
+
 
 @dataclass(slots=True)
 class Load:
@@ -81,16 +84,16 @@ def plan_load(
             or group.skip_blocks < 0
             or not locked.start <= group.first_chunk < group.end_chunk <= locked.stop
         ):
-            misfits.append(group)
+            misfits.append(_described(group, len(blocks), locked))
     if hit is not None and misfits:
         _log.error(
-            "request %s: vLLM asks for tokens [%d, %d) of a hit of %d chunks, and %s do not fit: "
-            "the tokens are computed instead",
+            "request %s: vLLM asks for tokens [%d, %d) of a hit of %d chunks, which does not fit: "
+            "%s. The tokens are computed instead",
             request_id,
             first_token,
             end_token,
             hit.hit_chunks,
-            misfits,
+            "; ".join(misfits),
         )
         hit = None
     if hit is not None:
@@ -116,3 +119,17 @@ def _group_load(
         skip_blocks = blocks.start - shape.part(first_chunk, chunk_tokens).start
     block_ids = tuple(table[blocks.start : blocks.stop])
     return GroupLoad(position, shape.group_idx, first_chunk, end_chunk, skip_blocks, block_ids)
+
+
+def _described(group: GroupLoad, wanted: int, locked: range) -> str:
+    """What does not fit, in a few words however many blocks it has."""
+    name = "" if group.group_idx is None else f"group {group.group_idx}: "
+    count = len(group.block_ids)
+    ids = ", ".join(map(str, group.block_ids[:_MOST_SHOWN]))
+    if count > _MOST_SHOWN:
+        ids += ", ..."
+    return (
+        f"{name}{count} of {wanted} blocks ({ids}), for chunks [{group.first_chunk}, "
+        f"{group.end_chunk}) without their first {group.skip_blocks} blocks, and chunks "
+        f"[{locked.start}, {locked.stop}) are locked"
+    )

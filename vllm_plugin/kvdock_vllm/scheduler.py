@@ -98,9 +98,7 @@ class SchedulerHalf:
         Raises ValueError for what is not supported.
         """
         transfer: Any = vllm_config.kv_transfer_config
-        # Read by the scheduler after this constructor. vLLM's default ends a request whose load
-        # fails with an error; a cache may fail without anybody noticing.
-        transfer.kv_load_failure_policy = "recompute"
+        _compute_what_cannot_be_loaded(transfer)
         self._vllm_config = vllm_config
         self._config = config
         self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=False)
@@ -613,6 +611,25 @@ class SchedulerHalf:
         self._link.close()
         if self._relay is not None:
             self._relay.close()
+
+
+def _compute_what_cannot_be_loaded(transfer: Any) -> None:
+    """Sets vLLM's policy, which its scheduler reads after our constructor, and says so.
+
+    "fail", vLLM's default, ends a request with an error; but a cache may fail without anybody
+    noticing. vLLM's config does not tell a "fail" that was chosen from one that was not.
+    """
+    given = transfer.kv_load_failure_policy
+    transfer.kv_load_failure_policy = "recompute"
+    if given == "recompute":
+        _log.info("kv_load_failure_policy is recompute, as it was set: KVDock knows no other")
+    else:
+        _log.info(
+            "kv_load_failure_policy is recompute: KVDock sets it in place of %s, which is vLLM's "
+            "default and is not honoured where it was chosen either. What cannot be loaded is "
+            "computed, and no request ends with an error for it",
+            given,
+        )
 
 
 def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:

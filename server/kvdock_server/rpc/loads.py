@@ -188,7 +188,7 @@ class Loads:
             raise invalid(f"{len(named)} readers in also_fill: at most {MAX_READERS - 1}")
         if request.reader in named or len(set(named)) != len(named):
             raise invalid(
-                f"also_fill {list(named)} of reader {request.reader}: each other reader once"
+                f"also_fill {list(named[:8])} of reader {request.reader}: each other reader once"
             )
         readers = self._core.lease_readers(session, key.lease_id)
         if max(named, default=0) >= readers:
