@@ -131,7 +131,7 @@ def test_what_only_a_newer_server_tells_has_a_line(capsys: pytest.CaptureFixture
 def test_a_line_each_for_people(server_with_log: Any, client: Client) -> None:
     put(client, KEYS[0])
     (line,) = lines(server_with_log, 1, "--from", "snapshot", "--namespace", "n")
-    assert line.split() == ["1", "stored", KEYS[0].hex(), "n"]
+    assert line.split() == ["1", "stored", "cpu", KEYS[0].hex(), "n"]
 
 
 def run(server: Any, *arguments: str) -> subprocess.CompletedProcess[str]:

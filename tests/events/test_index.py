@@ -26,15 +26,26 @@ from kvdock.v1 import events_pb2 as pb
 
 
 def stored(
-    sequence: int, key: bytes, parent: bytes = b"", group_idx: int | None = None, tag: bytes = b""
+    sequence: int,
+    key: bytes,
+    parent: bytes = b"",
+    group_idx: int | None = None,
+    tag: bytes = b"",
+    medium: Medium = Medium.CPU,
 ) -> Stored:
     data = ChunkEventData((b"hash of " + key + tag,))
     kind = GroupKind.FULL_ATTENTION
-    return Stored(sequence, "n", key, parent, data, Medium.CPU, group_idx, kind, 0)
+    return Stored(sequence, "n", key, parent, data, medium, group_idx, kind, 0)
 
 
-def removed(sequence: int, key: bytes, group_idx: int | None = None, tag: bytes = b"") -> Removed:
-    return Removed(sequence, "n", key, (b"hash of " + key + tag,), Medium.CPU, group_idx)
+def removed(
+    sequence: int,
+    key: bytes,
+    group_idx: int | None = None,
+    tag: bytes = b"",
+    medium: Medium = Medium.CPU,
+) -> Removed:
+    return Removed(sequence, "n", key, (b"hash of " + key + tag,), medium, group_idx)
 
 
 def batch(*events: object, epoch: int = 1, upto: int | None = None) -> Batch:
@@ -59,9 +70,85 @@ def test_absent_group_0_and_1_are_three_parts() -> None:
     assert len(index) == 3
     index.apply(batch(removed(4, b"a", 0)))
     assert [part.group_idx for part in index] == [None, 1]
-    assert PartId("n", b"a", 1) in index
-    assert PartId("n", b"a", 0) not in index
+    assert PartId("n", b"a", 1, Medium.CPU) in index
+    assert PartId("n", b"a", 0, Medium.CPU) not in index
     assert (index.prefix("n", [b"a"], 0), index.prefix("n", [b"a"], 1)) == (0, 1)
+
+
+def test_a_part_is_on_each_medium_for_itself() -> None:
+    on_disk = {"medium": Medium.STORAGE}
+    index = synced(stored(1, b"a"))
+    index.apply(batch(stored(1, b"a", **on_disk), stored(2, b"b", b"a", **on_disk)))
+    index.apply(batch(stored(3, b"b", b"a")))
+    assert len(index) == 4
+    index.apply(batch(removed(4, b"b"), removed(5, b"a")))
+    assert [part.id for part in index] == [
+        PartId("n", b"a", None, Medium.STORAGE),
+        PartId("n", b"b", None, Medium.STORAGE),
+    ]
+    with pytest.raises(OutOfStepError):
+        index.apply(batch(removed(6, b"a")))
+
+
+def test_a_prefix_may_be_asked_for_on_one_medium_or_on_any() -> None:
+    index = synced(stored(1, b"a"), stored(2, b"b", b"a", medium=Medium.STORAGE))
+    keys = [b"a", b"b", b"c"]
+    assert index.prefix("n", keys) == 2
+    assert index.prefix("n", keys, medium=Medium.CPU) == 1
+    assert index.prefix("n", keys, medium=Medium.STORAGE) == 0
+
+
+def test_clear_empties_every_medium_children_first() -> None:
+    on_disk = {"medium": Medium.STORAGE}
+    index = synced(
+        stored(1, b"a"),
+        stored(2, b"a", **on_disk),
+        stored(3, b"b", b"a"),
+        stored(4, b"b", b"a", **on_disk),
+    )
+    assert index.apply(batch(Cleared(1, "n"))) == [
+        removed(1, b"b", **on_disk),
+        removed(1, b"b"),
+        removed(1, b"a", **on_disk),
+        removed(1, b"a"),
+    ]
+    assert len(index) == 0
+
+
+def test_what_came_back_different_on_one_medium_is_told_anew_there_only() -> None:
+    on_disk = {"medium": Medium.STORAGE}
+    a, b = stored(1, b"a"), stored(2, b"b", b"a")
+    a_on_disk, b_on_disk = stored(3, b"a", **on_disk), stored(4, b"b", b"a", **on_disk)
+    index = synced(a, b, a_on_disk, b_on_disk)
+    index.apply(Compacted(Cursor(1, 4), Cursor(1, 4)))
+    different = stored(5, b"a", tag=b"x", **on_disk)
+    assert index.apply(snapshot(a, b, different, b_on_disk, at=9)) == [
+        removed(9, b"b", **on_disk),
+        removed(9, b"a", **on_disk),
+        different,
+        b_on_disk,
+    ]
+
+
+def test_what_is_on_media_that_only_newer_clients_know_is_passed_over() -> None:
+    index = synced(stored(1, b"a"))
+    cursor = pb.Cursor(epoch=1, sequence=4)
+    events = [pb.Event(namespace="n", sequence=number) for number in range(1, 5)]
+    for event, medium in zip(events, (b"\x20\x62", b"\x20\x63", b"\x18\x62"), strict=False):
+        # Medium 98, then 99; then it is gone from 98.
+        part: pb.BlockStored | pb.BlockRemoved = event.stored
+        if medium[0] == 0x18:
+            part = event.removed
+        part.key = b"b"
+        part.MergeFromString(medium)
+    events[3].stored.key = b"c"
+    events[3].stored.medium = pb.MEDIUM_STORAGE
+    message = pb.StreamKVEventsResponse(cursor=cursor, batch=pb.EventBatch(events=events))
+    assert [change.key for change in index.apply(message_from_proto(message))] == [b"c"]
+    assert index.cursor == Cursor(1, 4)
+    piece = pb.SnapshotPiece(stored=[events[0], events[1], events[3]], last=True)
+    index.apply(message_from_proto(pb.StreamKVEventsResponse(cursor=cursor, snapshot=piece)))
+    assert [part.key for part in index] == [b"c"]
 
 
 def test_prefix_ends_at_the_first_chunk_that_is_not_there() -> None:

@@ -20,11 +20,13 @@ from kvdock.v1 import events_pb2 as pb
 from kvdock.v1 import types_pb2
 from kvdock_server.core import Core
 from kvdock_server.events import wire
+from kvdock_server.events.event import Medium
 from kvdock_server.events.log import Limits
 from kvdock_server.index.chunk import Part
 from kvdock_server.index.index import _MAX_NAMESPACES, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
+from kvdock_server.rpc.events import _filter
 
 SLAB = 4 * PAGE_BYTES
 ROOMY = Limits(1 << 30, 1 << 20)
@@ -174,6 +176,62 @@ def test_absent_group_is_not_group_0() -> None:
         assert removed.removed.HasField("group_idx") == (group_idx is not None)
 
 
+def test_each_medium_is_announced_for_itself() -> None:
+    core = make_core()
+    first, second = reserve(core, prompt(1, 2))
+    for slot in (first, second):
+        core.seal(slot)
+    publisher = core.events
+    assert publisher is not None
+    # A child waits for its parent on its own medium.
+    publisher.stored(second.part, Medium.STORAGE)
+    assert len(events_of(core)) == 2
+    publisher.stored(first.part, Medium.STORAGE)
+    on_disk = events_of(core, 2)
+    assert told(on_disk) == [("stored", one) for one in prompt(1, 2)]
+    assert {event.stored.medium for event in on_disk} == {pb.MEDIUM_STORAGE}
+    # The same is told of it there.
+    assert [event.stored.data for event in on_disk] == [
+        event.stored.data for event in events_of(core)[:2]
+    ]
+
+    core.index.evict(None)
+    gone = events_of(core, 4)
+    assert told(gone) == [("removed", one) for one in reversed(prompt(1, 2))]
+    assert {event.removed.medium for event in gone} == {pb.MEDIUM_CPU}
+    left = wire.snapshot(1, 0, publisher.snapshot(), last=True)
+    assert [
+        (event.stored.key, event.stored.medium)
+        for event in pb.StreamKVEventsResponse.FromString(left).snapshot.stored
+    ] == [(one, pb.MEDIUM_STORAGE) for one in prompt(1, 2)]
+
+    publisher.removed(second.part, Medium.STORAGE)
+    (event,) = events_of(core, 6)
+    assert (event.removed.medium, list(event.removed.block_hashes)) == (
+        pb.MEDIUM_STORAGE,
+        [key(1, 2)],
+    )
+    core.clear("n")
+    assert events_of(core, 7)[0].WhichOneof("event") == "cleared"
+    assert publisher.snapshot() == []
+
+
+def test_a_filter_lets_one_medium_through_and_every_clearing() -> None:
+    core = make_core()
+    (slot,) = reserve(core, prompt(1))
+    core.seal(slot)
+    assert core.events is not None
+    core.events.stored(slot.part, Medium.STORAGE)
+    core.clear("n")
+    found = core.events.log.read(0, 10, 1 << 20)
+    assert found is not None
+    for medium, numbers in ((pb.MEDIUM_CPU, [1, 3]), (pb.MEDIUM_STORAGE, [2, 3])):
+        passes = _filter(pb.StreamKVEventsRequest(medium=medium))
+        assert passes is not None
+        assert [event.number for event in filter(passes, found)] == numbers
+    assert _filter(pb.StreamKVEventsRequest()) is None
+
+
 def test_messages_are_what_protobuf_would_write() -> None:
     core = make_core(full(0))
     for slot in reserve(core, prompt(1, 2), group_idx=0):
@@ -204,7 +262,9 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
             core.give_back(slots[0])
         core.index.evict(None)
         (state,) = core.events._told.values()
-        assert (state.announced, state.data, state.waiting) == ({}, {}, {})
+        assert state.data == {}
+        for there in state.media.values():
+            assert (there.announced, there.waiting) == ({}, {})
     reserve(core, prompt(1, 2), group_idx=0)
     core.clear("")
     assert not core.events._told

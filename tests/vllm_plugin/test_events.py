@@ -35,13 +35,18 @@ def data(
     return ChunkEventData(hashes, parent, bytes(range(8)) * len(hashes), 2, adapter, scheme, **more)
 
 
-def stored(key: bytes, told: ChunkEventData | None, group_idx: int | None = None) -> Stored:
+def stored(
+    key: bytes,
+    told: ChunkEventData | None,
+    group_idx: int | None = None,
+    medium: Medium = Medium.CPU,
+) -> Stored:
     kind = GroupKind.FULL_ATTENTION
-    return Stored(0, "n", key, b"", told, Medium.CPU, group_idx, kind, 0)
+    return Stored(0, "n", key, b"", told, medium, group_idx, kind, 0)
 
 
-def removed(key: bytes, group_idx: int | None = None) -> Removed:
-    return Removed(0, "n", key, (), Medium.CPU, group_idx)
+def removed(key: bytes, group_idx: int | None = None, medium: Medium = Medium.CPU) -> Removed:
+    return Removed(0, "n", key, (), medium, group_idx)
 
 
 @pytest.fixture
@@ -137,6 +142,30 @@ def test_what_has_other_weights_than_the_engines_adapter_is_left_out(published: 
     come = take(published)
     assert [event.block_hashes for event in come] == [names([FIRST]), names([SECOND])]
     assert {event.lora_id for event in come} == {7}
+
+
+def test_each_medium_is_told_for_itself(published: _Published) -> None:
+    on_disk = {"medium": Medium.STORAGE}
+    note(published, [stored(b"a", data(FIRST)), stored(b"a", data(FIRST), **on_disk)])
+    note(published, [stored(b"b", data(FIRST), **on_disk)])
+    assert [event.medium for event in take(published)] == ["CPU", "STORAGE"]
+    note(published, [removed(b"a")])
+    assert [event.medium for event in take(published)] == ["CPU"]
+    note(published, [removed(b"a", **on_disk)])
+    assert take(published) == []
+    note(published, [removed(b"b", **on_disk)])
+    (gone,) = take(published)
+    assert (gone.medium, gone.block_hashes) == ("STORAGE", names([FIRST]))
+
+
+def test_what_is_on_media_that_the_server_does_not_give_from_is_left_out(
+    published: _Published,
+) -> None:
+    media = (Medium.GPU, Medium.UNSPECIFIED)
+    note(published, [stored(b"a", data(FIRST), medium=medium) for medium in media])
+    assert take(published) == []
+    note(published, [removed(b"a", medium=medium) for medium in media])
+    assert take(published) == []
 
 
 def test_the_only_group_is_vllms_group_0(published: _Published) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.address import Address
 from kvdock.errors import KVDockError, NoEventLog
-from kvdock.events import Filter, Follower, Index, PartId, Removed, Stored
+from kvdock.events import Filter, Follower, Index, Medium, PartId, Removed, Stored
 from kvdock.keys import LoRA
 from kvdock.types import ChunkEventData
 from kvdock_vllm import affinity
@@ -51,6 +51,9 @@ _JOIN_SECONDS = 3.0
 
 # Parts that one step publishes at most, so that a large snapshot holds up no step.
 _PARTS_A_STEP = 100
+
+# What vLLM calls the media from which the server gives. Others are not the engine's to tell of.
+_MEDIA = {Medium.CPU: "CPU", Medium.STORAGE: "STORAGE"}
 
 # What may be told of one chunk, by the protocol's limit, and of all chunks of one store, so that
 # its message stays below 4 MiB. No store may fail for what it tells.
@@ -331,8 +334,8 @@ class _Published:
         self._there: dict[PartId, Stored] = {}
         self._told: dict[PartId, ChunkEventData] = {}
         self._changed: dict[PartId, None] = {}
-        # How many of the parts that were told of have a hash, by group and hash.
-        self._holders: Counter[tuple[int | None, bytes]] = Counter()
+        # How many of the parts that were told of have a hash, by medium, group and hash.
+        self._holders: Counter[tuple[str, int, bytes]] = Counter()
         # Who tells what the server has.
         self._source: Follower | None = None
         self._engine_cache = _EngineCache()
@@ -411,20 +414,21 @@ class _Published:
 
     def _difference(self, part_id: PartId) -> list[KVCacheEvent]:
         events: list[KVCacheEvent] = []
-        label = self._labels.get(part_id.group_idx)
+        label, medium = self._labels.get(part_id.group_idx), _MEDIA.get(part_id.medium)
         data = self._publishable(part_id)
         told = self._told.get(part_id)
-        if told == data or label is None:
+        if told == data or label is None or medium is None:
             return events
         if told is not None:
             del self._told[part_id]
-            gone = self._count(label.index, told.block_hashes, -1)
+            gone = self._count(medium, label.index, told.block_hashes, -1)
             if gone:
-                events.append(_removed(gone, label))
+                events.append(_removed(gone, medium, label))
         if data is not None:
             self._told[part_id] = data
-            if self._count(label.index, data.block_hashes, 1):
-                events.append(_stored(data, label, self._adapters.get(data.lora_name)))
+            if self._count(medium, label.index, data.block_hashes, 1):
+                adapter = self._adapters.get(data.lora_name)
+                events.append(_stored(data, medium, label, adapter))
         return events
 
     def _publishable(self, part_id: PartId) -> ChunkEventData | None:
@@ -440,14 +444,14 @@ class _Published:
         is_known = data.hash_scheme == scheme and _has_all_extra_keys(data)
         return data if is_known else None
 
-    def _count(self, group_idx: int, hashes: Sequence[bytes], by: int) -> list[bytes]:
-        """The hashes that the first part has now, or none any more."""
+    def _count(self, medium: str, group_idx: int, hashes: Sequence[bytes], by: int) -> list[bytes]:
+        """The hashes that the first part has there now, or none any more."""
         turned = []
         for one in hashes:
-            before = self._holders[group_idx, one]
-            self._holders[group_idx, one] = before + by
+            before = self._holders[medium, group_idx, one]
+            self._holders[medium, group_idx, one] = before + by
             if not before + by:
-                del self._holders[group_idx, one]
+                del self._holders[medium, group_idx, one]
             if not before or not before + by:
                 turned.append(one)
         return turned
@@ -486,7 +490,9 @@ def _has_all_extra_keys(data: ChunkEventData) -> bool:
     return not any(None in (key if isinstance(key, tuple) else (key,)) for key in keys)
 
 
-def _stored(data: ChunkEventData, label: GroupLabel, adapter: Adapter | None) -> KVCacheEvent:
+def _stored(
+    data: ChunkEventData, medium: str, label: GroupLabel, adapter: Adapter | None
+) -> KVCacheEvent:
     from vllm.distributed import kv_events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -498,7 +504,7 @@ def _stored(data: ChunkEventData, label: GroupLabel, adapter: Adapter | None) ->
         "token_ids": _from_bytes(data.token_ids),
         "block_size": data.block_size,
         "lora_id": adapter.lora_id if adapter else None,
-        "medium": _medium(),
+        "medium": medium,
         "lora_name": data.lora_name or None,
         "extra_keys": [keys or None for keys in data.extra_keys or [()] * len(data.block_hashes)],
         "group_idx": label.index,
@@ -509,14 +515,14 @@ def _stored(data: ChunkEventData, label: GroupLabel, adapter: Adapter | None) ->
     return _make(kv_events.BlockStored, fields)
 
 
-def _removed(hashes: Sequence[bytes], label: GroupLabel) -> KVCacheEvent:
+def _removed(hashes: Sequence[bytes], medium: str, label: GroupLabel) -> KVCacheEvent:
     from vllm.distributed import kv_events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     convert: Any = maybe_convert_block_hash
     fields = {
         "block_hashes": [convert(one) for one in hashes],
-        "medium": _medium(),
+        "medium": medium,
         "group_idx": label.index,
         "locality": "LOCAL",
     }
@@ -528,12 +534,6 @@ def _make(kind: Any, fields: Mapping[str, object]) -> KVCacheEvent:
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     event: KVCacheEvent = kind(**known)
     return event
-
-
-def _medium() -> str:
-    from vllm.distributed import kv_events
-
-    return str(getattr(kv_events, "MEDIUM_CPU", "CPU"))
 
 
 def _label(index: int, spec: Any) -> GroupLabel:

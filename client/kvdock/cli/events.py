@@ -115,12 +115,14 @@ def _print_line(message: Message, event: Event) -> None:
         when = datetime.fromtimestamp(message.unix_ms / 1000).strftime("%H:%M:%S.%f")[:-3]
     what = type(event).__name__.lower()
     key = "everything" if isinstance(event, Cleared) else ""
-    group = ""
+    group = medium = ""
     if isinstance(event, Stored | Removed):
         key = event.key.hex()
+        medium = output.enum_name(event.medium)
         if event.group_idx is not None:
             group = f"  group {event.group_idx}"
-    print(f"{when:12}  {event.sequence:>10}  {what:7}  {key:64}  {event.namespace}{group}")
+    where = f"{medium:7}  {key:64}  {event.namespace}{group}"
+    print(f"{when:12}  {event.sequence:>10}  {what:7}  {where}")
 
 
 def _place(message: Message, event: Event) -> Cursor | None:

@@ -11,6 +11,7 @@ from kvdock.events.messages import (
     Cursor,
     Event,
     Filter,
+    Medium,
     Message,
     PartId,
     Progress,
@@ -27,6 +28,8 @@ class OutOfStepError(Exception):
 
 class Index:
     """What a server has announced and not removed: all of it, or what a filter lets through.
+
+    A part is here once for each medium on which it is.
 
     Not thread-safe: let one thread apply and read, or lock around both.
     """
@@ -46,7 +49,7 @@ class Index:
         return part in self._parts.get(part.namespace, ())
 
     def __iter__(self) -> Iterator[Stored]:
-        """Every part there is, parents before children."""
+        """Every part there is, on each medium parents before children."""
         for parts in self._parts.values():
             yield from parts.values()
 
@@ -56,14 +59,24 @@ class Index:
         return self._cursor
 
     def parts(self, namespace: str) -> Mapping[PartId, Stored]:
-        """The parts of one namespace, parents before children."""
+        """The parts of one namespace, on each medium parents before children."""
         return self._parts.get(namespace, {})
 
-    def prefix(self, namespace: str, keys: Sequence[bytes], group_idx: int | None = None) -> int:
-        """How many of a prompt's chunks, from the first on, have a part of that group."""
+    def prefix(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        group_idx: int | None = None,
+        medium: Medium = Medium.UNSPECIFIED,
+    ) -> int:
+        """How many of a prompt's chunks, from the first on, have a part of that group there.
+
+        UNSPECIFIED: on any medium, each part on its own.
+        """
         parts = self._parts.get(namespace, {})
+        media = (medium,) if medium else tuple(Medium)
         for count, key in enumerate(keys):
-            if PartId(namespace, key, group_idx) not in parts:
+            if not any(PartId(namespace, key, group_idx, one) in parts for one in media):
                 return count
         return len(keys)
 
@@ -171,7 +184,7 @@ class Index:
         anew: set[PartId] = set()
         for part in self:
             old = before.get(part.namespace, {}).get(part.id)
-            parent = PartId(part.namespace, part.parent_key, part.group_idx)
+            parent = PartId(part.namespace, part.parent_key, part.group_idx, part.medium)
             if old is not None and (old != part or parent in anew):
                 anew.add(part.id)
         return anew

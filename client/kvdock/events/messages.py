@@ -55,16 +55,17 @@ class Cursor:
 
 
 class PartId(NamedTuple):
-    """Names one part. ``group_idx`` None and 0 are different."""
+    """Names one part on one medium. ``group_idx`` None and 0 are different."""
 
     namespace: str
     key: bytes
     group_idx: int | None
+    medium: Medium
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A part can be found."""
+    """A part can be found on a medium."""
 
     sequence: int = field(compare=False)
     namespace: str
@@ -80,13 +81,13 @@ class Stored:
 
     @property
     def id(self) -> PartId:
-        """Which part."""
-        return PartId(self.namespace, self.key, self.group_idx)
+        """Which part, and where."""
+        return PartId(self.namespace, self.key, self.group_idx, self.medium)
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A part cannot be found any more."""
+    """A part cannot be found any more on a medium, though perhaps on another."""
 
     sequence: int = field(compare=False)
     namespace: str
@@ -98,13 +99,13 @@ class Removed:
 
     @property
     def id(self) -> PartId:
-        """Which part."""
-        return PartId(self.namespace, self.key, self.group_idx)
+        """Which part, and where."""
+        return PartId(self.namespace, self.key, self.group_idx, self.medium)
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """No part of the namespace can be found any more."""
+    """No part of the namespace can be found any more, on any medium."""
 
     sequence: int = field(compare=False)
     namespace: str
@@ -168,8 +169,8 @@ def message_from_proto(message: pb.StreamKVEventsResponse) -> Message:
             return Batch(cursor, batch.unix_ms, tuple(map(_event, batch.events)))
         case "snapshot":
             piece = message.snapshot
-            stored = tuple(_stored(event) for event in piece.stored if event.HasField("stored"))
-            return SnapshotPiece(cursor, stored, piece.last)
+            parts = [event for event in map(_event, piece.stored) if isinstance(event, Stored)]
+            return SnapshotPiece(cursor, tuple(parts), piece.last)
         case "compacted":
             return Compacted(cursor, Cursor.from_proto(message.compacted.oldest))
         case _:
@@ -177,11 +178,15 @@ def message_from_proto(message: pb.StreamKVEventsResponse) -> Message:
             return Progress(cursor)
 
 
+_KNOWN_MEDIA: Final = frozenset(pb.Medium.values())
+
+
 def _event(event: pb.Event) -> Event:
     match event.WhichOneof("event"):
-        case "stored":
+        # What is on a medium that only newer clients know could not be told from what is on others.
+        case "stored" if event.stored.medium in _KNOWN_MEDIA:
             return _stored(event)
-        case "removed":
+        case "removed" if event.removed.medium in _KNOWN_MEDIA:
             gone = event.removed
             return Removed(
                 event.sequence,

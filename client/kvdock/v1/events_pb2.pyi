@@ -244,15 +244,15 @@ class Event(google.protobuf.message.Message):
     """Its number. In a snapshot: the one that it had in the log."""
     @property
     def stored(self) -> Global___BlockStored:
-        """A part became visible."""
+        """A part became visible on a medium."""
 
     @property
     def removed(self) -> Global___BlockRemoved:
-        """A part ceased to be."""
+        """A part ceased to be on a medium."""
 
     @property
     def cleared(self) -> Global___AllBlocksCleared:
-        """All parts ceased to be."""
+        """All parts ceased to be, on every medium."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ Global___Event: typing_extensions.TypeAlias = Event
 
 @typing.final
 class BlockStored(google.protobuf.message.Message):
-    """A part became visible."""
+    """A part became visible on a medium."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -317,7 +317,7 @@ Global___BlockStored: typing_extensions.TypeAlias = BlockStored
 
 @typing.final
 class BlockRemoved(google.protobuf.message.Message):
-    """A part ceased to be."""
+    """A part ceased to be on a medium. It may still be on another."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -328,7 +328,7 @@ class BlockRemoved(google.protobuf.message.Message):
     key: builtins.bytes
     """The chunk's key."""
     medium: Global___Medium.ValueType
-    """Where it was."""
+    """Where it was, and is no longer."""
     group_idx: builtins.int
     """The group. Absent and 0 are different."""
     @property
@@ -351,7 +351,7 @@ Global___BlockRemoved: typing_extensions.TypeAlias = BlockRemoved
 
 @typing.final
 class AllBlocksCleared(google.protobuf.message.Message):
-    """Everything that was announced of the event's namespace ceased to be."""
+    """Everything that was announced of the event's namespace ceased to be, on every medium."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -363,7 +363,7 @@ Global___AllBlocksCleared: typing_extensions.TypeAlias = AllBlocksCleared
 
 @typing.final
 class SnapshotPiece(google.protobuf.message.Message):
-    """Some of the parts that were announced at the cursor and not removed. Those that go while the
+    """Some of the parts that were announced at the cursor and not removed, once for each medium. Those that go while the
     pieces are sent are among them; the events after the snapshot remove them.
     """
 
@@ -375,7 +375,7 @@ class SnapshotPiece(google.protobuf.message.Message):
     """True for the last piece."""
     @property
     def stored(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Event]:
-        """Parents before children, across all pieces."""
+        """On each medium parents before children, across all pieces."""
 
     def __init__(
         self,

@@ -69,9 +69,11 @@ class EventServiceStub(typing.Generic[_EventServiceStreamKVEventsType]):
     progress_interval_ms has lost its server and should call again with its cursor.
 
     Only what a Lookup could find is announced: a part of a full-attention group once it and every
-    part before it are visible, a part of another group once it is visible. So a parent is always
-    announced before its children, and removed after them. A part is announced removed once if it
-    was announced stored, and not otherwise. Events of parts without event data carry keys only.
+    part before it are visible, a part of another group once it is visible. A part may be on several
+    media. It is announced on each of them for itself, and what follows is true for each medium: a
+    parent is announced before its children and removed after them, and a part is announced removed
+    once if it was announced stored, and not otherwise. So a reader knows an entry by namespace, key,
+    group_idx and medium. Events of parts without event data carry keys only.
 
     INVALID_ARGUMENT if after has a sequence number that this server has not given yet.
     DEADLINE_EXCEEDED if the reader takes nothing for 30 seconds; it may resume from its cursor.
@@ -103,9 +105,11 @@ class EventServiceServicer(metaclass=abc.ABCMeta):
         progress_interval_ms has lost its server and should call again with its cursor.
 
         Only what a Lookup could find is announced: a part of a full-attention group once it and every
-        part before it are visible, a part of another group once it is visible. So a parent is always
-        announced before its children, and removed after them. A part is announced removed once if it
-        was announced stored, and not otherwise. Events of parts without event data carry keys only.
+        part before it are visible, a part of another group once it is visible. A part may be on several
+        media. It is announced on each of them for itself, and what follows is true for each medium: a
+        parent is announced before its children and removed after them, and a part is announced removed
+        once if it was announced stored, and not otherwise. So a reader knows an entry by namespace, key,
+        group_idx and medium. Events of parts without event data carry keys only.
 
         INVALID_ARGUMENT if after has a sequence number that this server has not given yet.
         DEADLINE_EXCEEDED if the reader takes nothing for 30 seconds; it may resume from its cursor.

@@ -9,6 +9,7 @@ part is kept once, in the log and beyond it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 from kvdock_server.index.namespace import Group
@@ -16,6 +17,13 @@ from kvdock_server.index.namespace import Group
 # What an event takes beside the data that its store told, generously: the object, its numbers and
 # keys, its place in the log, and what the encoding adds.
 _OVERHEAD_BYTES: Final = 640
+
+
+class Medium(IntEnum):
+    """Where the bytes of a part are. The values are the protocol's."""
+
+    CPU = 2
+    STORAGE = 3
 
 
 class StoredPart(NamedTuple):
@@ -37,7 +45,7 @@ class RemovedPart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """``content`` None: everything of the namespace is gone.
+    """``content`` None: everything of the namespace is gone, in every group and on every medium.
 
     ``number`` and ``unix_ms`` are given by the log. ``wire`` is the encoded event, from when it was
     first wanted; ``content`` is None then as well.
@@ -45,6 +53,7 @@ class Event:
 
     namespace: str
     group: Group | None
+    medium: Medium | None
     content: StoredPart | RemovedPart | None
     nbytes: int
     number: int = 0
@@ -52,16 +61,16 @@ class Event:
     wire: bytes | None = None
 
 
-def stored(namespace: str, part: StoredPart) -> Event:
-    """A part can be found from now on."""
-    return Event(namespace, part.group, part, _OVERHEAD_BYTES + len(part.data))
+def stored(namespace: str, medium: Medium, part: StoredPart) -> Event:
+    """A part can be found there from now on."""
+    return Event(namespace, part.group, medium, part, _OVERHEAD_BYTES + len(part.data))
 
 
-def removed(namespace: str, part: RemovedPart) -> Event:
-    """A part is gone. The event that announced it lives as long as this one."""
-    return Event(namespace, part.group, part, _OVERHEAD_BYTES + part.announced.nbytes)
+def removed(namespace: str, medium: Medium, part: RemovedPart) -> Event:
+    """A part is gone from there. The event that announced it lives as long as this one."""
+    return Event(namespace, part.group, medium, part, _OVERHEAD_BYTES + part.announced.nbytes)
 
 
 def cleared(namespace: str) -> Event:
     """Everything of a namespace is gone."""
-    return Event(namespace, None, None, _OVERHEAD_BYTES)
+    return Event(namespace, None, None, None, _OVERHEAD_BYTES)

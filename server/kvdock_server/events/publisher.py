@@ -3,7 +3,7 @@
 Announced is what a lookup could find: a part of a full-attention group once it and all parts before
 it are visible, so that a reader never has to keep a child whose parent it does not know. A part
 whose parent is late (another rank, another session) waits for it here. Parts of other groups need
-no parent and are announced when they become visible.
+no parent and are announced when they become visible. Each medium is announced for itself.
 
 The index removes no full-attention part that has something under it, except by clearing all; so
 what is announced stays a forest, and the order of announcing has parents before children at any
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvdock_server.events import event
-from kvdock_server.events.event import Event, RemovedPart, StoredPart
+from kvdock_server.events import event, wire
+from kvdock_server.events.event import Event, Medium, RemovedPart, StoredPart
 from kvdock_server.events.log import Log
 from kvdock_server.events.subscribers import Subscribers
 from kvdock_server.index.chunk import Chunk, Part
@@ -23,17 +23,36 @@ from kvdock_server.index.index import ReserveStatus, Slot, Space
 from kvdock_server.index.namespace import Group, GroupKind
 
 
-class _Told:
-    """What is known of one namespace's parts."""
+class _OnMedium:
+    """What is known of one namespace's parts on one medium."""
 
-    __slots__ = ("announced", "data", "waiting")
+    __slots__ = ("announced", "waiting")
 
     def __init__(self) -> None:
         self.announced: dict[Part, Event] = {}
         # Visible parts of a full-attention group, by the part that must be announced before them:
         # named by chunk and position, since it may be stored anew meanwhile.
         self.waiting: dict[tuple[Chunk, int], dict[Part, None]] = {}
+
+
+class _Told:
+    """What is known of one namespace's parts."""
+
+    __slots__ = ("data", "media")
+
+    def __init__(self) -> None:
+        self.media = {medium: _OnMedium() for medium in Medium}
+        # What was told of parts that are announced nowhere yet.
         self.data: dict[Part, bytes] = {}
+
+    def data_of(self, part: Part) -> bytes:
+        """What was told of a part that is to be announced, perhaps on a second medium."""
+        if (data := self.data.pop(part, None)) is not None:
+            return data
+        for there in self.media.values():
+            if (announced := there.announced.get(part)) is not None:
+                return wire.event_data(announced).SerializeToString()
+        return b""
 
 
 class Publisher:
@@ -57,67 +76,71 @@ class Publisher:
             announced
             for space, told in self._told.items()
             if not namespaces or space.namespace.name in namespaces
-            for announced in told.announced.values()
+            for there in told.media.values()
+            for announced in there.announced.values()
         ]
 
-    # What the index tells
+    # What the index tells of the pool
 
-    def stored(self, part: Part) -> None:
-        """A part became visible."""
+    def stored(self, part: Part, medium: Medium = Medium.CPU) -> None:
+        """A part became visible there."""
         told = self._of(part.chunk.space)
+        there = told.media[medium]
         before = _before(part)
         if before is not None:
             chunk, position = before
-            if chunk.parts[position] not in told.announced:
-                told.waiting.setdefault(before, {})[part] = None
+            if chunk.parts[position] not in there.announced:
+                there.waiting.setdefault(before, {})[part] = None
                 return
-        self._announce(told, part)
-        if not told.waiting:
+        self._announce(told, part, medium)
+        if not there.waiting:
             return
         ready = [part]
         while ready:
             part = ready.pop()
-            for child in told.waiting.pop((part.chunk, part.position), ()):
-                self._announce(told, child)
+            for child in there.waiting.pop((part.chunk, part.position), ()):
+                self._announce(told, child, medium)
                 ready.append(child)
 
-    def removed(self, part: Part) -> None:
-        """A part left the index, visible or not."""
+    def removed(self, part: Part, medium: Medium = Medium.CPU) -> None:
+        """A part is gone from there, visible or not."""
         space = part.chunk.space
         told = self._told.get(space)
         if told is None:
             return
         told.data.pop(part, None)
-        announced = told.announced.pop(part, None)
+        there = told.media[medium]
+        announced = there.announced.pop(part, None)
         if announced is not None:
             gone = RemovedPart(part.chunk.key, _group(part), announced)
-            self._append(event.removed(space.namespace.name, gone))
+            self._append(event.removed(space.namespace.name, medium, gone))
             return
         before = _before(part)
-        if before in told.waiting:
-            siblings = told.waiting[before]
+        if before in there.waiting:
+            siblings = there.waiting[before]
             siblings.pop(part, None)
             if not siblings:
-                del told.waiting[before]
+                del there.waiting[before]
 
     def cleared(self, space: Space) -> None:
         """All parts of a namespace are about to leave the index."""
         told = self._told.pop(space, None)
-        if told is not None and told.announced:
+        if told is not None and any(there.announced for there in told.media.values()):
             self._append(event.cleared(space.namespace.name))
 
-    def _announce(self, told: _Told, part: Part) -> None:
+    def _announce(self, told: _Told, part: Part, medium: Medium) -> None:
         chunk = part.chunk
         announced = event.stored(
             chunk.space.namespace.name,
+            medium,
             StoredPart(
                 chunk.key,
                 chunk.parent.key if chunk.parent is not None else b"",
                 _group(part),
-                told.data.pop(part, b""),
+                told.data_of(part),
             ),
         )
-        told.announced[part] = announced
+        told.media[medium].announced[part] = announced
         self._append(announced)
 
     def _append(self, new: Event) -> None:

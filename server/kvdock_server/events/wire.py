@@ -67,18 +67,19 @@ def _repeated(prefix: bytes, events: Sequence[Event]) -> bytes:
 
 def _encode(event: Event) -> bytes:
     """The event's length and encoding, which stay with it."""
+    medium = event.medium or 0
     match event.content:
         case StoredPart(key, parent_key, group, data):
             begin = pb.BlockStored(key=key, parent_key=parent_key).SerializeToString()
             told = _STORED_DATA + varint(len(data)) + data if data else b""
-            where = _stored_where(group.group_idx, group.kind, group.window_tokens)
+            where = _stored_where(medium, group.group_idx, group.kind, group.window_tokens)
             what = begin + told + where
             thing = _STORED + varint(len(what)) + what
         case RemovedPart(key, group, announced):
             removed = pb.BlockRemoved(
                 key=key,
-                block_hashes=_block_hashes(announced),
-                medium=pb.MEDIUM_CPU,
+                block_hashes=event_data(announced).block_hashes,
+                medium=pb.Medium.ValueType(medium),
                 group_idx=group.group_idx,
             )
             thing = pb.Event(removed=removed).SerializeToString()
@@ -97,20 +98,20 @@ def _namespace(name: str) -> bytes:
 
 
 @lru_cache(1_024)
-def _stored_where(group_idx: int | None, kind: GroupKind, window_tokens: int) -> bytes:
-    """What is the same for all parts of a group."""
+def _stored_where(medium: int, group_idx: int | None, kind: GroupKind, window_tokens: int) -> bytes:
+    """What is the same for all parts of a group on one medium."""
     return pb.BlockStored(
-        medium=pb.MEDIUM_CPU,
+        medium=pb.Medium.ValueType(medium),
         group_idx=group_idx,
         kind=types.GroupKind.ValueType(kind.value),
         window_tokens=window_tokens,
     ).SerializeToString()
 
 
-def _block_hashes(announced: Event) -> Sequence[bytes]:
-    """What a stored event, encoded or not, told of its blocks."""
+def event_data(announced: Event) -> types.ChunkEventData:
+    """What a stored event, encoded or not, told of its part."""
     if isinstance(announced.content, StoredPart):
-        return types.ChunkEventData.FromString(announced.content.data).block_hashes
+        return types.ChunkEventData.FromString(announced.content.data)
     encoded = announced.wire or b""
     begin = next(index for index, byte in enumerate(encoded) if byte < 0x80) + 1
-    return pb.Event.FromString(encoded[begin:]).stored.data.block_hashes
+    return pb.Event.FromString(encoded[begin:]).stored.data

@@ -206,15 +206,17 @@ def _filter(request: pb.StreamKVEventsRequest) -> Filter | None:
     namespaces = frozenset(request.namespaces)
     wanted_group = group_idx(request)
     by_group = request.HasField("group_idx")
-    no_parts = request.medium not in (pb.MEDIUM_UNSPECIFIED, pb.MEDIUM_CPU)
-    if not (namespaces or by_group or no_parts):
+    wanted_medium: int = request.medium
+    if not (namespaces or by_group or wanted_medium):
         return None
 
     def passes(event: Event) -> bool:
         if namespaces and event.namespace not in namespaces:
             return False
-        if event.group is None:
+        if event.group is None or event.medium is None:
             return True
-        return not no_parts and (not by_group or event.group.group_idx == wanted_group)
+        if wanted_medium and event.medium != wanted_medium:
+            return False
+        return not by_group or event.group.group_idx == wanted_group
 
     return passes
