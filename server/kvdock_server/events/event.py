@@ -9,7 +9,7 @@ part is kept once, in the log and beyond it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 from kvdock_server.index.namespace import Group
@@ -19,7 +19,7 @@ from kvdock_server.index.namespace import Group
 _OVERHEAD_BYTES: Final = 640
 
 
-class Medium(Enum):
+class Medium(IntEnum):
     """Where the bytes of a part are. The values are the protocol's."""
 
     CPU = 2

@@ -48,10 +48,12 @@ class _Told:
 
     def data_of(self, part: Part) -> bytes:
         """What was told of a part that is to be announced, perhaps on a second medium."""
+        if (data := self.data.pop(part, None)) is not None:
+            return data
         for there in self.media.values():
             if (announced := there.announced.get(part)) is not None:
                 return wire.event_data(announced).SerializeToString()
-        return self.data.pop(part, b"")
+        return b""
 
 
 class Publisher:

@@ -67,7 +67,7 @@ def _repeated(prefix: bytes, events: Sequence[Event]) -> bytes:
 
 def _encode(event: Event) -> bytes:
     """The event's length and encoding, which stay with it."""
-    medium = _medium(event.medium)
+    medium = event.medium or 0
     match event.content:
         case StoredPart(key, parent_key, group, data):
             begin = pb.BlockStored(key=key, parent_key=parent_key).SerializeToString()
@@ -79,7 +79,7 @@ def _encode(event: Event) -> bytes:
             removed = pb.BlockRemoved(
                 key=key,
                 block_hashes=event_data(announced).block_hashes,
-                medium=medium,
+                medium=pb.Medium.ValueType(medium),
                 group_idx=group.group_idx,
             )
             thing = pb.Event(removed=removed).SerializeToString()
@@ -98,20 +98,14 @@ def _namespace(name: str) -> bytes:
 
 
 @lru_cache(1_024)
-def _stored_where(
-    medium: pb.Medium.ValueType, group_idx: int | None, kind: GroupKind, window_tokens: int
-) -> bytes:
+def _stored_where(medium: int, group_idx: int | None, kind: GroupKind, window_tokens: int) -> bytes:
     """What is the same for all parts of a group on one medium."""
     return pb.BlockStored(
-        medium=medium,
+        medium=pb.Medium.ValueType(medium),
         group_idx=group_idx,
         kind=types.GroupKind.ValueType(kind.value),
         window_tokens=window_tokens,
     ).SerializeToString()
-
-
-def _medium(medium: Medium | None) -> pb.Medium.ValueType:
-    return pb.Medium.ValueType(medium.value) if medium else pb.MEDIUM_UNSPECIFIED
 
 
 def event_data(announced: Event) -> types.ChunkEventData:

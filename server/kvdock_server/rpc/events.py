@@ -206,7 +206,7 @@ def _filter(request: pb.StreamKVEventsRequest) -> Filter | None:
     namespaces = frozenset(request.namespaces)
     wanted_group = group_idx(request)
     by_group = request.HasField("group_idx")
-    wanted_medium = request.medium
+    wanted_medium: int = request.medium
     if not (namespaces or by_group or wanted_medium):
         return None
 
@@ -215,7 +215,7 @@ def _filter(request: pb.StreamKVEventsRequest) -> Filter | None:
             return False
         if event.group is None or event.medium is None:
             return True
-        if wanted_medium and event.medium.value != wanted_medium:
+        if wanted_medium and event.medium != wanted_medium:
             return False
         return not by_group or event.group.group_idx == wanted_group
 
