@@ -113,7 +113,7 @@ def _print_line(message: Message, event: Event) -> None:
         key = event.key.hex()
         if event.group_idx is not None:
             group = f"  group {event.group_idx}"
-    namespace = printable(event.namespace)
+    namespace = printable(event.namespace, output.MOST_CHARACTERS)
     print(f"{when:12}  {event.sequence:>10}  {what:7}  {key:64}  {namespace}{group}")
 
 
