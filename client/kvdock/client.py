@@ -36,7 +36,7 @@ from kvdock.events.messages import (
     message_from_proto,
     stream_request,
 )
-from kvdock.fork import refuse_broken_fork, refuse_fork_of
+from kvdock.fork import refuse_broken_fork, refuse_fork_of, remember
 from kvdock.session import Session
 from kvdock.trust import Gatekeeper
 from kvdock.types import (
@@ -101,6 +101,7 @@ class Client:
         self._channel = grpc.insecure_channel(
             self.address.target, [*options(self.address), *channel_options]
         )
+        remember(self._channel)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         # Stubs are made here and not when they are needed: making one from a channel that was
         # closed meanwhile crashes the process.

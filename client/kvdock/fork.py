@@ -8,6 +8,7 @@ The child cannot see that any more, so this module looks before each fork, once 
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 
 from kvdock.errors import Forked
@@ -16,8 +17,10 @@ _VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
 # As gRPC reads it.
 _OFF = ("0", "f", "false", "n", "no")
 
-# One of these runs for as long as gRPC is in use, whoever in this process uses it.
+# One of these runs for as long as gRPC is in use, whoever in this process uses it. They have these
+# names a moment after they began; our own channels are known at once.
 _GRPC_THREADS = ("event_engine", "grpc_global_tim")
+_channels: weakref.WeakSet[object] = weakref.WeakSet()
 
 _is_breaking = False
 _is_broken = False
@@ -31,6 +34,11 @@ def refuse_broken_fork() -> None:
             f"{os.environ.get(_VARIABLE)}: calls would hang here. Unset {_VARIABLE}, or start such "
             f"processes by spawn, or before anything uses gRPC"
         )
+
+
+def remember(channel: object) -> None:
+    """Notes that gRPC is in use for as long as this channel lives."""
+    _channels.add(channel)
 
 
 def refuse_fork_of(pid: int) -> None:
@@ -57,7 +65,8 @@ def _grpc_runs() -> bool:
 
 def _before() -> None:
     global _is_breaking
-    _is_breaking = os.environ.get(_VARIABLE, "").lower() in _OFF and _grpc_runs()
+    is_off = os.environ.get(_VARIABLE, "").lower() in _OFF
+    _is_breaking = is_off and (len(_channels) > 0 or _grpc_runs())
 
 
 def _in_child() -> None:

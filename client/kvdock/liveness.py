@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from kvdock.errors import PoolUnmappable
+from kvdock.errors import KVDockError
 from kvdock.trust import open_segment
 from kvdock.types import Segment
 
@@ -33,7 +33,7 @@ class ServerProcess:
         if segments:
             try:
                 self._file = os.fdopen(open_segment(segments[0], os.O_RDONLY), "rb", buffering=0)
-            except (OSError, PoolUnmappable) as error:
+            except (OSError, KVDockError) as error:
                 _log.info("the end of a server will not be seen, for want of its pool: %s", error)
 
     def has_ended(self) -> bool | None:

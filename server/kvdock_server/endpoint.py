@@ -56,7 +56,7 @@ class TcpEndpoint:
 
     def __init__(self, target: str) -> None:
         """EndpointError if it is taken. So it is known before anything else is made."""
-        refuse_taken(target)
+        refuse_taken("listen", target)
         self.target = target
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ def claim(address: Address) -> Endpoint:
     return TcpEndpoint(address.target)
 
 
-def refuse_taken(host_port: str) -> None:
+def refuse_taken(setting: str, host_port: str) -> None:
     """EndpointError if somebody listens there. What else is wrong, whoever listens finds out."""
     host, _, port = host_port.rpartition(":")
     try:
@@ -88,7 +88,8 @@ def refuse_taken(host_port: str) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise EndpointError(
-                    f"somebody listens on {host_port} already: choose another port, or stop them"
+                    f"{setting} {host_port}: somebody listens there already; choose another port, "
+                    "or stop them"
                 ) from None
 
 

@@ -37,7 +37,7 @@ async def run(config: Config) -> None:
     endpoint = claim(address)
     try:
         if config.metrics_listen:
-            refuse_taken(config.metrics_listen)
+            refuse_taken("metrics_listen", config.metrics_listen)
         for name in reclaim_stale_segments():
             logger.info("reclaimed shared memory that a killed server left behind: %s", name)
         pool = Pool(config.memory)

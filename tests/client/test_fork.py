@@ -40,14 +40,20 @@ async def made_by_parent():
 loop = asyncio.new_event_loop()
 if before == "client":
     parents = kvdock.Client(address)
-    parents.status()
 elif before == "aio client":
     parents = loop.run_until_complete(made_by_parent())
 elif before == "another's channel":
     channel = grpc.insecure_channel("127.0.0.1:1")
+    try:
+        channel.unary_unary("/a/b")(b"", timeout=5)
+    except grpc.RpcError:
+        pass
 elif before == "a server":
     server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
     server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        grpc.channel_ready_future(channel).result(5)
 
 child = os.fork()
 if child == 0:

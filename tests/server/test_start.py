@@ -59,7 +59,9 @@ def test_nothing_is_made_beside_what_is_no_socket(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [link, file]
 
 
-def test_a_link_that_stands_for_the_sockets_folder_is_followed_once(tmp_path: Path) -> None:
+def test_a_link_to_the_sockets_folder_must_be_this_users_and_lead_to_ones(
+    tmp_path: Path,
+) -> None:
     """Whoever made the link may change it, and with it where clients go."""
     mine, link = tmp_path / "mine", tmp_path / "link"
     mine.mkdir()
@@ -82,7 +84,7 @@ def test_an_address_that_is_taken_is_known_before_memory_is_taken(
         message = refused(
             *("--listen", f"unix://{tmp_path}/k.sock", "--memory", "4000TiB", setting, address)
         )
-    assert f"listens on {address}" in message
+    assert f"{setting[2:].replace('-', '_')} {address}: somebody listens there" in message
     assert not (tmp_path / "k.sock").exists()
 
 

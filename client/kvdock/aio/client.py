@@ -42,7 +42,7 @@ from kvdock.events.messages import (
     message_from_proto,
     stream_request,
 )
-from kvdock.fork import refuse_broken_fork, refuse_fork_of
+from kvdock.fork import refuse_broken_fork, refuse_fork_of, remember
 from kvdock.trust import Gatekeeper
 from kvdock.types import (
     ChunkEventData,
@@ -87,6 +87,7 @@ class Client:
         self._channel = grpc.aio.insecure_channel(
             self.address.target, [*options(self.address), *channel_options]
         )
+        remember(self._channel)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         self._open_session = session_pb2_grpc.SessionServiceStub(self._channel).Session
         self._check_health = self._channel.unary_unary(

@@ -122,7 +122,8 @@ def _print_line(message: Message, event: Event) -> None:
         medium = output.enum_name(event.medium)
         if event.group_idx is not None:
             group = f"  group {event.group_idx}"
-    where = f"{medium:7}  {key:64}  {printable(event.namespace)}{group}"
+    namespace = printable(event.namespace, output.MOST_CHARACTERS)
+    where = f"{medium:7}  {key:64}  {namespace}{group}"
     print(f"{when:12}  {event.sequence:>10}  {what:7}  {where}")
 
 

@@ -30,8 +30,8 @@ from rich.text import Text
 
 from kvdock.printable import printable
 
-# Of one name or value at most so many characters are shown; JSON has all of them.
-_MOST_CHARACTERS = 512
+MOST_CHARACTERS = 512
+"""Of one name or value no more are shown. JSON has all of them."""
 
 # Seconds after which a transfer gets a progress bar.
 _PATIENCE = 1.0
@@ -53,7 +53,7 @@ def print_json_list(values: Iterable[object]) -> None:
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Prints a table on stdout. Numbers stand to the right."""
-    table = Table(title=plain(title, style="bold"), title_justify="left", header_style="dim")
+    table = Table(title=_cell(title, "bold"), title_justify="left", header_style="dim")
     for index, name in enumerate(header):
         is_number = bool(rows) and all(isinstance(row[index], int) for row in rows)
         table.add_column(name, justify="right" if is_number else "left", overflow="fold")
@@ -64,7 +64,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
 
 def print_facts(title: str, facts: Iterable[tuple[str, object]]) -> None:
     """Prints names and values in two columns on stdout."""
-    table = Table(title=plain(title, style="bold"), title_justify="left", show_header=False)
+    table = Table(title=_cell(title, "bold"), title_justify="left", show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for name, value in facts:
@@ -72,16 +72,13 @@ def print_facts(title: str, facts: Iterable[tuple[str, object]]) -> None:
     Console().print(table)
 
 
-def plain(value: object, most: int | None = None, *, style: str = "") -> Text:
-    """The value for rich, which in a string would look for markup and emoji.
-
-    What shows nothing itself is escaped; of more than ``most`` characters the rest is left out.
-    """
-    return Text(printable(str(value), most), style)
+def plain(text: str) -> Text:
+    """The text for rich, which in a string would look for markup and emoji."""
+    return Text(printable(text))
 
 
-def _cell(value: object) -> Text:
-    return plain(value, _MOST_CHARACTERS)
+def _cell(value: object, style: str = "") -> Text:
+    return Text(printable(str(value), MOST_CHARACTERS), style)
 
 
 def message_to_json(message: Message) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Final
 from kvdock.v1 import events_pb2 as pb
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.encoding import tag, varint
-from kvdock_server.events.event import Event, Medium, RemovedPart, StoredPart
+from kvdock_server.events.event import Event, RemovedPart, StoredPart
 from kvdock_server.index.namespace import GroupKind
 
 _BATCH: Final = tag(pb.StreamKVEventsResponse, "batch")

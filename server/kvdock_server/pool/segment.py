@@ -47,7 +47,7 @@ class Segment:
 
     def __init__(self, nbytes: int) -> None:
         """Make and map a segment of ``nbytes``. PoolError if that is beyond a memory limit."""
-        check_memory_limits(nbytes + _PROOF_BYTES)
+        check_memory_limits(nbytes)
         self.nbytes = nbytes
         self.proof = secrets.token_bytes(_PROOF_BYTES)
         self.shm_name = f"/{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
@@ -59,7 +59,10 @@ class Segment:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self._path)
-            os.pwrite(self._fd, self.proof, nbytes)
+            try:
+                os.pwrite(self._fd, self.proof, nbytes)
+            except OSError as error:
+                raise PoolError(f"no memory for the end of the pool's file: {error}") from None
             self._map = mmap.mmap(self._fd, nbytes)
         except BaseException:
             new.unlink(missing_ok=True)
