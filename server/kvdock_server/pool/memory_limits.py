@@ -1,7 +1,6 @@
 """How much memory a pool may take: of /dev/shm, of the host, and of this process's cgroups.
 
-The server checks these limits before it starts. If it went beyond one later, the kernel would kill
-it.
+The server checks them before it starts. The kernel would kill a server that went beyond one later.
 """
 
 from __future__ import annotations

@@ -68,19 +68,19 @@ class FanOutTransfer(BlockTransfer):
         # for this transfer alone.
         for _ in range(4):
             self._events.append(self._driver.create_event())
-        events = cycle([self._events[:2], self._events[2:]])
+        first, second, third, fourth = self._events
+        events = cycle([(first, second), (third, fourth)])
         waiting: ForwardedBlocks | None = None
         for window in _windows(len(self._ids), self._block_bytes):
             ids = self._ids[window]
             yield from self._copies(ids, self._hosts[window], stage=stage)
-            copied, scattered = next(events)
-            self._streams.mark(copied, scattered)
+            after = next(events)
+            self._streams.mark(*after)
             # A window is forwarded after the next window's copies are queued, so that the link
             # always has some to go on with.
             if waiting is not None:
                 yield waiting
-            receivers = len(self._branches)
-            waiting = ForwardedBlocks(ids, self._block_bytes, receivers, (copied, scattered))
+            waiting = ForwardedBlocks(ids, self._block_bytes, len(self._branches), after)
         assert waiting is not None
         yield waiting
 

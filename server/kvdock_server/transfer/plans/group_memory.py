@@ -22,8 +22,7 @@ import numpy.typing as npt
 from kvdock_server.transfer.plans.arrays import I64
 
 UUID_BYTES = 16
-IPC_HANDLE_BYTES = 64
-"""Of a memory handle and of an event handle."""
+IPC_HANDLE_BYTES = 64  # of a memory handle and of an event handle
 
 
 class LayoutError(ValueError):

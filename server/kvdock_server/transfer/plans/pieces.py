@@ -7,7 +7,7 @@ cancelled transfer ends soon.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -38,12 +38,11 @@ MAX_OPERATION_BYTES = 32 << 20
 class _Copies:
     """Copies between device and host memory: in each column one number for each copy."""
 
-    def __len__(self) -> int:
-        return len(self._columns()[0])
+    device: U64
+    host: U64
 
-    def take(self, index: slice | npt.NDArray[np.bool_]) -> Self:
-        """The copies that a slice or a mask selects."""
-        return type(self)(*(column[index] for column in self._columns()))
+    def __len__(self) -> int:
+        return len(self.device)
 
     def __add__(self, more: Self) -> Self:
         pairs = zip(self._columns(), more._columns(), strict=True)
@@ -54,16 +53,18 @@ class _Copies:
         return zip(*(column.tolist() for column in self._columns()), strict=True)
 
     def _columns(self) -> list[U64]:
-        return [getattr(self, field.name) for field in fields(self)]
+        return [getattr(self, name) for name in self.__match_args__]
 
 
 @dataclass(frozen=True, slots=True)
 class Segments(_Copies):
     """Contiguous copies: ``nbytes`` at address ``device`` belong to those at address ``host``."""
 
-    device: U64
-    host: U64
     nbytes: U64
+
+    def take(self, index: slice | npt.NDArray[np.bool_]) -> Segments:
+        """The segments that a slice or a mask selects."""
+        return Segments(self.device[index], self.host[index], self.nbytes[index])
 
     @property
     def total_bytes(self) -> int:
@@ -77,12 +78,16 @@ class Rectangles(_Copies):
     Each further row begins one pitch, in bytes, after the row before it.
     """
 
-    device: U64
-    host: U64
     width: U64
     height: U64
     device_pitch: U64
     host_pitch: U64
+
+    def take(self, index: slice | npt.NDArray[np.bool_]) -> Rectangles:
+        """The rectangles that a slice or a mask selects."""
+        sides = self.device[index], self.host[index]
+        pitches = self.device_pitch[index], self.host_pitch[index]
+        return Rectangles(*sides, self.width[index], self.height[index], *pitches)
 
     @property
     def total_bytes(self) -> int:
