@@ -28,6 +28,7 @@ from kvdock import Client
 from kvdock_vllm import stores as stores_module
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.connector import KVDockConnector
+from kvdock_vllm.holds import Holds
 from kvdock_vllm.lookup import State
 from kvdock_vllm.transfers import SharedTransfers
 
@@ -215,7 +216,9 @@ def test_a_model_without_its_windows_shares_nothing(start_engine: StartEngine) -
 def test_blocks_that_a_window_left_behind_while_a_store_reads_them(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
 ) -> None:
-    # Without a cache of its own vLLM gives out first what was given back last.
+    # Without a cache of its own vLLM gives out first what was given back last. Nothing is held
+    # here, so that stores have to be ended.
+    monkeypatch.setattr(Holds, "bind", lambda *_: None)
     slow_copies(monkeypatch, 0.01)
     monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
     groups = MODELS["two windows"]
