@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvdock import liveness, trust
-from kvdock.errors import DeviceMemory, SessionLost
+from kvdock.errors import DeadlineExceeded, DeviceMemory, SessionLost
 from kvdock.types import Segment
 from kvdock_vllm.metadata import Target
 from kvdock_vllm.parallel import ParallelStrategy
@@ -78,6 +80,31 @@ def test_a_store_whose_session_is_lost_ends_with_its_deadline(
     with pytest.raises(SessionLost):
         copies.store(session, Target(1, "model", 16), group, Mark(), lambda: False)
     assert time.monotonic_ns() >= sent[0].deadline_ns > 0
+
+
+def test_a_store_that_is_not_answered_reads_until_its_deadline_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "_STORE_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "_PIECE_SECONDS", 0.4)
+    sent: list[Any] = []
+    session: Any = SimpleNamespace(submit=lambda request: sent.append(request) or Future())
+    group: Any = SimpleNamespace(
+        group_idx=None, parent=b"", keys=[bytes(32)], block_ids=[0], event_data=[]
+    )
+    copies = ServerCopies(ParallelStrategy(False, 1, 1, 0), Fence())
+    ended: list[int] = []
+
+    @contextmanager
+    def reading() -> Iterator[None]:
+        assert not sent
+        yield
+        ended.append(time.monotonic_ns())
+
+    with pytest.raises(DeadlineExceeded):
+        copies.store(session, Target(1, "model", 16), group, Mark(), lambda: False, reading)
+    late = time.monotonic_ns() - sent[0].deadline_ns
+    assert 0 <= ended[0] - sent[0].deadline_ns < late / 2
 
 
 def test_an_answer_ends_it_whatever_it_says(server: Server) -> None:

@@ -39,9 +39,9 @@ class Breaker:
         # Reentrant: a session that is over answers within the call that asks it.
         self._lock = threading.RLock()
         self._heartbeat: Future[Any] | None = None
-        self._failures = 0
-        """Since the last answer to a question."""
         self._failed_at = 0.0
+        self._pause = 0.0
+        """Seconds for which the next failure opens it at least; 0 after an answer to a question."""
         self._open_until = 0.0
 
     @property
@@ -58,19 +58,18 @@ class Breaker:
         with self._lock:
             if asked_at <= self._failed_at:
                 return False
+            is_first = not self._pause
             self._failed_at = time.monotonic()
-            if self._failures:
-                seconds = self._first_seconds * 2 ** (self._failures - 1)
-                self._open_until = self._failed_at + min(seconds, self._longest_seconds)
-            self._failures += 1
+            self._open_until = self._failed_at + self._pause
+            self._pause = min(max(2 * self._pause, self._first_seconds), self._longest_seconds)
             self._ask()
-            return self._failures == 1
+            return is_first
 
     def succeeded(self) -> bool:
         """Notes the answer to a question. True if one before had not come."""
         with self._lock:
-            recovered = self._failures > 0
-            self._failures = 0
+            recovered = self._pause > 0
+            self._pause = 0.0
             self._open_until = 0.0
             self._heartbeat = None
             return recovered
