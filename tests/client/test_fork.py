@@ -108,8 +108,13 @@ def fork(server: ServerProcess, before: str, within: str, support: str | None) -
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("within", ["blocking", "coroutine"])
-@pytest.mark.parametrize("before", ["client", "another's channel", "a server"])
+@pytest.mark.parametrize(
+    ("before", "within"),
+    [
+        *(("client", "blocking"), ("client", "coroutine")),
+        *(("another's channel", "blocking"), ("a server", "coroutine")),
+    ],
+)
 def test_without_fork_support_a_new_client_is_refused(
     server: ServerProcess, before: str, within: str
 ) -> None:
@@ -119,8 +124,7 @@ def test_without_fork_support_a_new_client_is_refused(
     assert "spawn" in said
 
 
-@pytest.mark.parametrize("support", ["0", None])
-@pytest.mark.parametrize("before", ["client", "aio client"])
+@pytest.mark.parametrize(("before", "support"), [("client", "0"), ("aio client", None)])
 def test_the_parents_client_is_refused(
     server: ServerProcess, before: str, support: str | None
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -374,6 +375,24 @@ def test_autostart_makes_nothing_in_a_folder_that_is_not_this_users(
     assert not started
     assert not list(folder.iterdir())
     assert f"could not start a KVDock server: {folder} " in caplog.text
+
+
+def test_an_engine_connects_to_no_place_that_is_not_this_users_and_starts_nothing_there(
+    short_folder: Path, make_link: Any, started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    short_folder.chmod(0o777)
+    address = parse(f"unix://{short_folder}/k.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address.socket_path))
+        listener.listen()
+        link = make_link(str(address), autostart=Autostart(address))
+        link.start(10)
+        assert link.current is None
+        link.close()
+
+    assert not started
+    assert f"serves without cache and goes on trying to connect to {address}" in caplog.text
+    assert f"{short_folder} has mode 0777" in caplog.text
 
 
 def test_autostart_makes_an_old_log_of_its_own_private(
