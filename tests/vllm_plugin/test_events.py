@@ -113,6 +113,15 @@ def test_what_was_told_in_a_way_that_is_not_known_is_left_out(
     assert take(published) == []
 
 
+@pytest.mark.parametrize("token_ids", [b"", bytes(7), bytes(9), bytes(16)])
+def test_what_was_told_with_other_tokens_than_its_blocks_have_is_left_out(
+    published: _Published, token_ids: bytes
+) -> None:
+    odd = ChunkEventData((FIRST,), b"", token_ids, 2, hash_scheme=SCHEME)
+    note(published, [stored(b"a", data(SECOND)), stored(b"b", odd)])
+    assert [event.block_hashes for event in take(published)] == [names([SECOND])]
+
+
 def test_what_has_an_adapter_waits_until_the_engine_has_it(published: _Published) -> None:
     parent, child = data(FIRST, adapter="new"), data(SECOND, parent=FIRST, adapter="new")
     gone = data(THIRD, adapter="new")

@@ -153,7 +153,7 @@ class Teller:
             nbytes = data.to_proto().ByteSize()
             if nbytes <= most:
                 return nbytes
-            why = f"it takes {nbytes:,} bytes, and {most:,} are left"
+            why = f"what is to be told of one takes {nbytes:,} bytes, and {most:,} are left"
         except ValueError as error:
             why = str(error)
         if not self._said_left_out:
@@ -441,8 +441,7 @@ class _Published:
         if data.lora_name:
             adapter = self._adapters.get(data.lora_name)
             scheme = adapter.scheme if adapter else None
-        is_known = data.hash_scheme == scheme and _has_all_extra_keys(data)
-        return data if is_known else None
+        return data if data.hash_scheme == scheme and _is_whole(data) else None
 
     def _count(self, medium: str, group_idx: int, hashes: Sequence[bytes], by: int) -> list[bytes]:
         """The hashes that the first part has there now, or none any more."""
@@ -482,9 +481,12 @@ class _EngineCache:
         return getattr(self._pool, "cached_block_hash_to_block", None)
 
 
-def _has_all_extra_keys(data: ChunkEventData) -> bool:
-    """False if some are missing, or a newer client told them in a way that is not known here."""
-    if len(data.extra_keys) not in (0, len(data.block_hashes)):
+def _is_whole(data: ChunkEventData) -> bool:
+    """False if something is missing, or a newer client told it in a way that is not known here."""
+    blocks = len(data.block_hashes)
+    if len(data.token_ids) != 4 * blocks * data.block_size:
+        return False
+    if len(data.extra_keys) not in (0, blocks):
         return False
     keys = (key for of_block in data.extra_keys for key in of_block)
     return not any(None in (key if isinstance(key, tuple) else (key,)) for key in keys)
