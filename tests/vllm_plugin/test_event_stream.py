@@ -26,7 +26,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, maybe_convert_block_hash
 
 from kvdock import Client
-from kvdock_vllm.events import _Published
+from kvdock_vllm.events.published import Published
 
 TOKENS = 3 * C
 PICTURES = [
@@ -207,13 +207,13 @@ def test_nothing_is_told_again_that_was_cleared_with_the_engines_cache(
 
     # What the server says of the clearing comes late.
     late = threading.Event()
-    note = _Published.note
+    note = Published.note
 
     def noted_late(*arguments: Any) -> None:
         late.wait(20)
         note(*arguments)
 
-    monkeypatch.setattr(_Published, "note", noted_late)
+    monkeypatch.setattr(Published, "note", noted_late)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     for _ in range(5):
         engine.step()
