@@ -294,3 +294,13 @@ def test_an_engine_can_be_told_to_publish_its_own_blocks_only(
         silent.engine.step()
     assert silent.on("GPU") == TOKENS // BLOCK_TOKENS
     assert silent.on("CPU") == 0
+
+
+def test_what_is_too_large_to_be_told_is_cached_all_the_same(watch: Callable[..., Watched]) -> None:
+    watched = watch()
+    salt = "x" * (1 << 20)
+    watched.engine.generate(prompt(2 * C + 1), cache_salt=salt)
+    watched.until(lambda: watched.on("CPU") == C // BLOCK_TOKENS, "the chunk without the salt")
+    watched.engine.forget()
+    again = watched.engine.generate(prompt(2 * C + 1), cache_salt=salt)
+    assert again.num_cached_tokens == 2 * C
