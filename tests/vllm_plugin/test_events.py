@@ -14,7 +14,9 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvdock import ChunkEventData, GroupKind
 from kvdock.events import Medium, Removed, Stored
-from kvdock_vllm.events import Adapter, GroupLabel, Teller, _Published
+from kvdock_vllm.events import Teller
+from kvdock_vllm.events.published import Published
+from kvdock_vllm.events.vllm_events import Adapter, GroupLabel
 from kvdock_vllm.groups import GroupShape
 
 SCHEME = "this engine's"
@@ -50,19 +52,19 @@ def removed(key: bytes, group_idx: int | None = None, medium: Medium = Medium.CP
 
 
 @pytest.fixture
-def published() -> _Published:
+def published() -> Published:
     """Of an engine that has an adapter, to which it gave number 5."""
-    published = _Published(lambda: SCHEME, LABELS)
+    published = Published(lambda: SCHEME, LABELS)
     published.begin(SOURCE)
     published.know_adapter("adapter", Adapter(5, SCHEME))
     return published
 
 
-def note(published: _Published, changes: Sequence[Stored | Removed]) -> None:
+def note(published: Published, changes: Sequence[Stored | Removed]) -> None:
     published.note(changes, SOURCE)
 
 
-def take(published: _Published) -> list[Any]:
+def take(published: Published) -> list[Any]:
     return published.take()
 
 
@@ -70,7 +72,7 @@ def names(hashes: Sequence[bytes]) -> list[Any]:
     return [maybe_convert_block_hash(one) for one in hashes]  # type: ignore[arg-type]
 
 
-def test_an_event_has_vllms_fields(published: _Published) -> None:
+def test_an_event_has_vllms_fields(published: Published) -> None:
     told = data(FIRST, SECOND, parent=THIRD, extra_keys=(("adapter", ("pic", -3), b"\xff"), ()))
     note(published, [stored(b"a", told, 1)])
     (event,) = take(published)
@@ -97,7 +99,7 @@ def test_an_event_has_vllms_fields(published: _Published) -> None:
     assert take(published) == []
 
 
-def test_blocks_without_extra_keys_are_told_as_vllm_tells_them(published: _Published) -> None:
+def test_blocks_without_extra_keys_are_told_as_vllm_tells_them(published: Published) -> None:
     note(published, [stored(b"a", data(FIRST, SECOND))])
     (event,) = take(published)
     assert event.extra_keys == [None, None]
@@ -105,7 +107,7 @@ def test_blocks_without_extra_keys_are_told_as_vllm_tells_them(published: _Publi
 
 @pytest.mark.parametrize("extra_keys", [((),), ((), (), ()), ((), (None,)), ((), (("a", None),))])
 def test_what_was_told_in_a_way_that_is_not_known_is_left_out(
-    published: _Published, extra_keys: Any
+    published: Published, extra_keys: Any
 ) -> None:
     note(published, [stored(b"a", data(FIRST, SECOND, extra_keys=extra_keys))])
     assert take(published) == []
@@ -113,7 +115,16 @@ def test_what_was_told_in_a_way_that_is_not_known_is_left_out(
     assert take(published) == []
 
 
-def test_what_has_an_adapter_waits_until_the_engine_has_it(published: _Published) -> None:
+@pytest.mark.parametrize("token_ids", [b"", bytes(7), bytes(9), bytes(16)])
+def test_what_was_told_with_other_tokens_than_its_blocks_have_is_left_out(
+    published: Published, token_ids: bytes
+) -> None:
+    odd = ChunkEventData((FIRST,), b"", token_ids, 2, hash_scheme=SCHEME)
+    note(published, [stored(b"a", data(SECOND)), stored(b"b", odd)])
+    assert [event.block_hashes for event in take(published)] == [names([SECOND])]
+
+
+def test_what_has_an_adapter_waits_until_the_engine_has_it(published: Published) -> None:
     parent, child = data(FIRST, adapter="new"), data(SECOND, parent=FIRST, adapter="new")
     gone = data(THIRD, adapter="new")
     note(published, [stored(b"p", parent), stored(b"c", child), stored(b"g", gone)])
@@ -130,7 +141,7 @@ def test_what_has_an_adapter_waits_until_the_engine_has_it(published: _Published
     assert take(published) == []
 
 
-def test_what_has_other_weights_than_the_engines_adapter_is_left_out(published: _Published) -> None:
+def test_what_has_other_weights_than_the_engines_adapter_is_left_out(published: Published) -> None:
     note(published, [stored(b"p", data(FIRST)), stored(b"c", data(SECOND, parent=FIRST))])
     assert len(take(published)) == 2
     published.know_adapter("adapter", Adapter(6, "other weights"))
@@ -144,7 +155,7 @@ def test_what_has_other_weights_than_the_engines_adapter_is_left_out(published: 
     assert {event.lora_id for event in come} == {7}
 
 
-def test_each_medium_is_told_for_itself(published: _Published) -> None:
+def test_each_medium_is_told_for_itself(published: Published) -> None:
     on_disk = {"medium": Medium.STORAGE}
     note(published, [stored(b"a", data(FIRST)), stored(b"a", data(FIRST), **on_disk)])
     note(published, [stored(b"b", data(FIRST), **on_disk)])
@@ -159,7 +170,7 @@ def test_each_medium_is_told_for_itself(published: _Published) -> None:
 
 
 def test_what_is_on_media_that_the_server_does_not_give_from_is_left_out(
-    published: _Published,
+    published: Published,
 ) -> None:
     media = (Medium.GPU, Medium.UNSPECIFIED)
     note(published, [stored(b"a", data(FIRST), medium=medium) for medium in media])
@@ -168,7 +179,7 @@ def test_what_is_on_media_that_the_server_does_not_give_from_is_left_out(
     assert take(published) == []
 
 
-def test_the_only_group_is_vllms_group_0(published: _Published) -> None:
+def test_the_only_group_is_vllms_group_0(published: Published) -> None:
     note(published, [stored(b"a", data(FIRST), None)])
     (come,) = take(published)
     note(published, [removed(b"a", None)])
@@ -176,7 +187,7 @@ def test_the_only_group_is_vllms_group_0(published: _Published) -> None:
     assert (come.group_idx, gone.group_idx) == (0, 0)
 
 
-def test_groups_0_and_1_stay_apart_through_vllms_msgpack(published: _Published) -> None:
+def test_groups_0_and_1_stay_apart_through_vllms_msgpack(published: Published) -> None:
     groups = (0, 1)
     note(published, [stored(b"a", data(FIRST), group_idx) for group_idx in groups])
     events = take(published)
@@ -192,7 +203,7 @@ def test_groups_0_and_1_stay_apart_through_vllms_msgpack(published: _Published) 
     assert {group_idx for group_idx, _ in index} == {1}
 
 
-def test_a_hash_of_two_parts_goes_with_the_last_of_them(published: _Published) -> None:
+def test_a_hash_of_two_parts_goes_with_the_last_of_them(published: Published) -> None:
     note(published, [stored(b"a", data(FIRST, SECOND)), stored(b"b", data(SECOND, THIRD))])
     assert len(take(published)) == 2
     note(published, [removed(b"a")])
@@ -203,7 +214,7 @@ def test_a_hash_of_two_parts_goes_with_the_last_of_them(published: _Published) -
     assert event.block_hashes == names([SECOND, THIRD])
 
 
-def test_what_comes_and_goes_between_two_steps_is_not_mentioned(published: _Published) -> None:
+def test_what_comes_and_goes_between_two_steps_is_not_mentioned(published: Published) -> None:
     note(published, [stored(b"a", data(FIRST))])
     note(published, [removed(b"a")])
     assert take(published) == []
@@ -213,7 +224,7 @@ def test_what_comes_and_goes_between_two_steps_is_not_mentioned(published: _Publ
     assert take(published) == []
 
 
-def test_what_was_stored_anew_with_other_hashes_is_told_anew(published: _Published) -> None:
+def test_what_was_stored_anew_with_other_hashes_is_told_anew(published: Published) -> None:
     note(published, [stored(b"a", data(FIRST))])
     take(published)
     note(published, [removed(b"a"), stored(b"a", data(SECOND))])
@@ -221,7 +232,7 @@ def test_what_was_stored_anew_with_other_hashes_is_told_anew(published: _Publish
     assert (gone.block_hashes, come.block_hashes) == (names([FIRST]), names([SECOND]))
 
 
-def test_hashes_of_another_kind_and_parts_without_any_are_left_out(published: _Published) -> None:
+def test_hashes_of_another_kind_and_parts_without_any_are_left_out(published: Published) -> None:
     note(
         published,
         [
@@ -235,7 +246,7 @@ def test_hashes_of_another_kind_and_parts_without_any_are_left_out(published: _P
     assert take(published) == []
 
 
-def test_parents_come_first_and_go_last_also_when_they_come_again(published: _Published) -> None:
+def test_parents_come_first_and_go_last_also_when_they_come_again(published: Published) -> None:
     parent, child = data(FIRST), data(SECOND, parent=FIRST)
     note(published, [stored(b"p", parent), stored(b"c", child)])
     assert [event.block_hashes for event in take(published)] == [names([FIRST]), names([SECOND])]
@@ -246,13 +257,13 @@ def test_parents_come_first_and_go_last_also_when_they_come_again(published: _Pu
     assert [event.block_hashes for event in take(published)] == [names([FIRST]), names([SECOND])]
 
 
-def test_a_step_publishes_a_bounded_number(published: _Published) -> None:
+def test_a_step_publishes_a_bounded_number(published: Published) -> None:
     keys = [number.to_bytes(4, "big") for number in range(250)]
     note(published, [stored(key, data(key * 8)) for key in keys])
     assert [len(take(published)) for _ in range(4)] == [100, 100, 50, 0]
 
 
-def test_a_step_never_waits_for_the_follower(published: _Published) -> None:
+def test_a_step_never_waits_for_the_follower(published: Published) -> None:
     note(published, [stored(b"a", data(FIRST))])
     with published._lock:
         assert take(published) == []
@@ -260,20 +271,20 @@ def test_a_step_never_waits_for_the_follower(published: _Published) -> None:
 
 
 @pytest.fixture
-def pool(published: _Published) -> BlockPool:
+def pool(published: Published) -> BlockPool:
     """The engine's own blocks."""
     pool = BlockPool(8, True, 16, enable_kv_cache_events=True)
     published.watch_pool(pool)
     return pool
 
 
-def consumed(published: _Published, pool: BlockPool) -> list[Any]:
+def consumed(published: Published, pool: BlockPool) -> list[Any]:
     """What a step publishes: vLLM takes the engine's own events first."""
     return [*pool.take_events(), *take(published)]
 
 
 def test_what_is_there_is_told_again_after_the_engine_cleared_its_cache(
-    published: _Published, pool: BlockPool
+    published: Published, pool: BlockPool
 ) -> None:
     parent, child, gone = data(FIRST), data(SECOND, parent=FIRST), data(THIRD)
     note(published, [stored(b"p", parent), stored(b"c", child), stored(b"g", gone)])
@@ -290,7 +301,7 @@ def test_what_is_there_is_told_again_after_the_engine_cleared_its_cache(
 
 
 def test_clearings_are_noticed_also_where_a_step_tells_nothing(
-    published: _Published, pool: BlockPool
+    published: Published, pool: BlockPool
 ) -> None:
     note(published, [stored(b"a", data(FIRST))])
     assert len(consumed(published, pool)) == 1
@@ -302,7 +313,7 @@ def test_clearings_are_noticed_also_where_a_step_tells_nothing(
 
 
 def test_an_engine_that_could_not_clear_its_cache_repeats_nothing(
-    published: _Published, pool: BlockPool
+    published: Published, pool: BlockPool
 ) -> None:
     note(published, [stored(b"a", data(FIRST))])
     assert len(consumed(published, pool)) == 1
@@ -313,7 +324,7 @@ def test_an_engine_that_could_not_clear_its_cache_repeats_nothing(
 
 
 def test_what_one_source_had_is_void_when_another_begins(
-    published: _Published, pool: BlockPool
+    published: Published, pool: BlockPool
 ) -> None:
     parent, child = data(FIRST), data(SECOND, parent=FIRST)
     note(published, [stored(b"p", parent), stored(b"c", child)])

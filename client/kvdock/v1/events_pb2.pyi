@@ -363,8 +363,8 @@ Global___AllBlocksCleared: typing_extensions.TypeAlias = AllBlocksCleared
 
 @typing.final
 class SnapshotPiece(google.protobuf.message.Message):
-    """Some of the parts that were announced at the cursor and not removed, once for each medium. Those that go while the
-    pieces are sent are among them; the events after the snapshot remove them.
+    """Some of the parts that were announced at the cursor and not removed, once for each medium. Those
+    that go while the pieces are sent are among them; the events after the snapshot remove them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

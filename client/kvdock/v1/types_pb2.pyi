@@ -353,7 +353,8 @@ class ChunkEventData(google.protobuf.message.Message):
     @property
     def extra_keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExtraKeys]:
         """What each block's hash commits to beside the tokens: one for each of block_hashes, or none at
-        all if no block has any.
+        all if no block has any. The server does not look at them: a reader that finds another number
+        cannot know what the blocks are.
         """
 
     def __init__(

@@ -43,7 +43,7 @@ class _Told:
 
     def __init__(self) -> None:
         self.media = {medium: _OnMedium() for medium in Medium}
-        # What was told of parts that are announced nowhere yet.
+        # What was told of parts in the pool that are announced nowhere yet.
         self.data: dict[Part, bytes] = {}
 
     def data_of(self, part: Part) -> bytes:
@@ -109,7 +109,8 @@ class Publisher:
         told = self._told.get(space)
         if told is None:
             return
-        told.data.pop(part, None)
+        if medium is Medium.CPU:
+            told.data.pop(part, None)
         there = told.media[medium]
         announced = there.announced.pop(part, None)
         if announced is not None:

@@ -1,0 +1,150 @@
+"""What events are to tell of the chunks that an engine stores: what vLLM's own events tell."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvdock.keys import LoRA
+from kvdock.types import ChunkEventData
+from kvdock_vllm.groups import GroupShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_log = logging.getLogger(__name__)
+
+# What may be told of one chunk, by the protocol's limit, and of all chunks of one store, so that
+# its message stays below 4 MiB. No store may fail for what it tells.
+_MOST_CHUNK_BYTES = 1 << 20
+_MOST_STORE_BYTES = 3 << 20
+
+
+def hash_scheme(vllm_config: VllmConfig) -> str:
+    """Names how this engine's block hashes are made. Call it once the engine is up."""
+    import vllm
+    from vllm.v1.core import kv_cache_utils
+
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    # What hashes commit to beside the tokens differs between versions.
+    version = ".".join(vllm.__version__.split(".")[:2])
+    return f"vllm-{version}/{algorithm}/{bytes(kv_cache_utils.NONE_HASH).hex()[:16]}"
+
+
+def adapter_scheme(scheme: str, request: Request, adapter: LoRA) -> str:
+    """Of the hashes of a request with an adapter.
+
+    vLLM hashes an adapter's name, in later versions its path as well, and not what stands there.
+    So other weights are another way to make hashes: what has them this engine could not load.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, 0, 0)
+    hashed = keys[0] if keys else None
+    content = hashlib.sha256(repr((hashed, adapter.source)).encode())
+    return f"{scheme}/{content.hexdigest()[:16]}"
+
+
+class Teller:
+    """Says what events are to tell of a request's chunks."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+        self._vllm_config = vllm_config
+        _, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self._scheme: str | None = None
+        self._said_left_out = False
+
+    def tell(
+        self,
+        request: Request,
+        adapter: LoRA | None,
+        shape: GroupShape,
+        first: int,
+        end: int,
+        chunk_tokens: int,
+    ) -> tuple[ChunkEventData, ...]:
+        """Of one group's parts of chunks [first, end) of a request with that adapter.
+
+        Nothing at all if vLLM has not hashed them all, or not in a way that fits. Of a chunk that
+        cannot be told as vLLM tells it an empty description, which nobody publishes.
+        """
+        block_tokens = shape.block_tokens
+        step = block_tokens // self._hash_tokens
+        # A hash covers all tokens up to its end, so a larger block's is its last one's.
+        hashes = request.block_hashes[step - 1 :: step] if step else []
+        if len(hashes) < end * shape.chunk_blocks(chunk_tokens):
+            return ()
+        if self._scheme is None:
+            self._scheme = hash_scheme(self._vllm_config)
+        scheme, lora_name = self._scheme, ""
+        if adapter is not None:
+            scheme, lora_name = adapter_scheme(scheme, request, adapter), adapter.name
+        told = []
+        room = _MOST_STORE_BYTES
+        for chunk in range(first, end):
+            part = shape.part(chunk, chunk_tokens)
+            tokens = request.all_token_ids[part.start * block_tokens : part.stop * block_tokens]
+            data = ChunkEventData(
+                block_hashes=tuple(map(bytes, hashes[part])),
+                parent_block_hash=bytes(hashes[part.start - 1]) if part.start else b"",
+                token_ids=_to_bytes(tokens),
+                block_size=block_tokens,
+                lora_name=lora_name,
+                hash_scheme=scheme,
+                extra_keys=_extra_keys(request, part, block_tokens),
+            )
+            nbytes = self._message_bytes(data, min(room, _MOST_CHUNK_BYTES))
+            room -= nbytes
+            told.append(data if nbytes else ChunkEventData())
+        return tuple(told)
+
+    def _message_bytes(self, data: ChunkEventData, most: int) -> int:
+        """The size of the message; 0 if the protocol has none for it, or it is larger than that."""
+        try:
+            nbytes = data.to_proto().ByteSize()
+            if nbytes <= most:
+                return nbytes
+            why = f"what is to be told of one takes {nbytes:,} bytes, and {most:,} are left"
+        except ValueError as error:
+            why = str(error)
+        if not self._said_left_out:
+            self._said_left_out = True
+            _log.warning("KV events leave out chunks of which not all can be told: %s", why)
+        return 0
+
+
+def _extra_keys(request: Request, blocks: slice, block_tokens: int) -> tuple[tuple[Any, ...], ...]:
+    """What vLLM's own events tell of each of these blocks beside its tokens: adapter, pictures,
+    salt, prompt embeddings. Empty if no block has any.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    hashed: list[tuple[Any, ...] | None] = []
+    picture = 0
+    for block in range(blocks.start, blocks.stop):
+        begin = block * block_tokens
+        keys, picture = kv_cache_utils.generate_block_hash_extra_keys(
+            request, begin, begin + block_tokens, picture
+        )
+        hashed.append(keys)
+    if not any(hashed):
+        return ()
+    # From 0.32 on vLLM hashes more than it publishes: what each key is, and the adapter's path.
+    published: Any = getattr(kv_cache_utils, "to_event_extra_keys", list)
+    return tuple(keys or () for keys in published(hashed))
+
+
+def _to_bytes(token_ids: Sequence[int]) -> bytes:
+    """Little-endian uint32."""
+    values = array("I", token_ids)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
