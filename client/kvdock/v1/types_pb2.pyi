@@ -385,6 +385,7 @@ class Error(google.protobuf.message.Message):
                               register it again, which says what is left to do
       TOO_MANY_NAMESPACES     clear one of those that hold something
       STALLED                 the other side of a stream did nothing for too long
+      TOO_LATE                the request was read after its timeout_ms: nothing was done
       DRAINING                the server is stopping and takes nothing new
       NO_EVENT_LOG            the server keeps no event log: start it with one
       INTERNAL                a fault of the server
