@@ -383,7 +383,7 @@ class CommitRequest(google.protobuf.message.Message):
     """Token of the worker's session. Empty on a session stream: that stream's session."""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Which chunks, as indexes into the keys of Reserve. Empty: all that are still open."""
+        """Which chunks, each once, as indexes into the keys of Reserve. Empty: all that are still open."""
 
     def __init__(
         self,
@@ -891,7 +891,7 @@ class GetRequest(google.protobuf.message.Message):
     kv_worker_id: builtins.int
     """Which shard."""
     message_bytes: builtins.int
-    """Bytes a message. 0 means 128 KiB; at most 2 MiB."""
+    """Bytes a message. 0 means 128 KiB; from 1,024 to 2 MiB."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys, 32 bytes each, in any order. From 1 to 16,384."""

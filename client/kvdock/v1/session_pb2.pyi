@@ -393,12 +393,12 @@ class RegisterMemoryRequest(google.protobuf.message.Message):
     @property
     def allocations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DeviceAllocation]:
         """Device allocations, each named once however many layers lie in it. Empty for a worker that
-        copies by itself.
+        copies by itself. At most 4,096.
         """
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupMemory]:
-        """How blocks lie in them, one for each group that the worker stores or loads."""
+        """How blocks lie in them, one for each group that the worker stores or loads. At most 64."""
 
     def __init__(
         self,
@@ -453,11 +453,11 @@ class GroupMemory(google.protobuf.message.Message):
     num_blocks: builtins.int
     """Number of blocks; block ids are below it."""
     blocks_per_chunk: builtins.int
-    """Blocks of the group in one chunk."""
+    """Blocks of the group in one chunk. At most 65,536."""
     @property
     def regions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRegion]:
         """The regions that together are one block, in the order in which the host keeps them. The sum of
-        their page_bytes times blocks_per_chunk is the shard's size.
+        their page_bytes times blocks_per_chunk is the shard's size. At most 4,096, over all groups.
         """
 
     def __init__(

@@ -337,7 +337,7 @@ class ChunkEventData(google.protobuf.message.Message):
     """
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The engine's own hashes of the chunk's blocks, in order."""
+        """The engine's own hashes of the chunk's blocks, in order. At most 65,536."""
 
     def __init__(
         self,

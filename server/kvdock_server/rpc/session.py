@@ -14,7 +14,7 @@ from kvdock_server import __version__, sessions
 from kvdock_server.core import Core
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.pool.pool import Pool
-from kvdock_server.rpc import verbs
+from kvdock_server.rpc import limits, verbs
 from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.status import Context, abort, as_request_error, to_proto
 
@@ -211,13 +211,16 @@ class _SessionStream:
         await self.write(response)
 
     def _check(self, request: pb.SessionRequest, kind: str | None) -> None:
-        """Note the sign of life; RequestError if the session expired, if another one is named, or
-        if nobody awaits the answer any more.
+        """Note the sign of life; RequestError if the session expired, if another one is named, if a
+        list is too long, or if nobody awaits the answer any more.
         """
         session = self._session
         session.refuse_if_expired()
         session.last_seen = self._core.clock()
-        message: Any = getattr(request, kind) if kind else None
+        if kind is None:
+            return
+        message = getattr(request, kind)
+        limits.check(message)
         if getattr(message, "session_token", b"") not in (b"", session.token):
             raise RequestError(
                 Reason.UNKNOWN_SESSION,
