@@ -1,7 +1,8 @@
 """The protocol of a session stream, without I/O.
 
-A SessionProtocol matches answers to requests and knows when the session is over. The two faces
-move the messages and own the futures, which this module only holds as opaque handles.
+A SessionProtocol chooses what is sent next, matches answers to requests and knows when the session
+is over. The two faces move the messages and own the futures, which this module only holds as opaque
+handles.
 
 States: open until :meth:`~SessionProtocol.expire` (the server took the locks away because it heard
 nothing for a TTL; the stream goes on) or :meth:`~SessionProtocol.end` (the stream is gone).
@@ -9,11 +10,15 @@ nothing for a TTL; the stream goes on) or :meth:`~SessionProtocol.end` (the stre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
+from kvdock._clock import ServerClock
+from kvdock._outbox import Outbox
 from kvdock._verbs import check_size
 from kvdock.errors import KVDockError, ServerError, SessionExpired, SessionLost, from_stream_error
 from kvdock.v1 import cache_pb2, session_pb2
@@ -38,12 +43,24 @@ _FIELD_OF_REQUEST: Mapping[type[Message], str] = {
 }
 
 
+@dataclass(slots=True)
+class _Pending(Generic[Handle]):
+    """A request without answer. ``sent`` is in seconds of our clock."""
+
+    field: str
+    handle: Handle
+    sent: float
+
+
 class SessionProtocol(Generic[Handle]):
     """One session stream. Not thread-safe: the face that uses it from several threads locks."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._server_clock = ServerClock()
+        self._outbox = Outbox()
         self._next_id = 1
-        self._pending: dict[int, tuple[str, Handle]] = {}
+        self._pending: dict[int, _Pending[Handle]] = {}
         self._over: KVDockError | None = None
 
     @property
@@ -51,11 +68,12 @@ class SessionProtocol(Generic[Handle]):
         """Why no further request can succeed; None while the session is open."""
         return self._over
 
-    def request(self, message: Message, handle: Handle) -> session_pb2.SessionRequest:
-        """The stream message that carries ``message``; its answer will come with ``handle``.
+    def request(self, message: Message, handle: Handle) -> int:
+        """Takes ``message``, to be sent; its answer will come with ``handle``. Returns its id.
 
         Raises SessionLost or SessionExpired if the session is over, InvalidArgument if the message
-        is too large, TypeError if a session stream does not carry its type.
+        is too large, Overloaded if too many wait, TypeError if a session stream does not carry its
+        type.
         """
         if self._over is not None:
             raise again(self._over)
@@ -63,20 +81,42 @@ class SessionProtocol(Generic[Handle]):
         if field is None:
             raise TypeError(f"a session stream does not carry {type(message).__name__}")
         request_id = self._next_id
-        request = session_pb2.SessionRequest(id=request_id)
+        now = self._clock()
+        request = session_pb2.SessionRequest(id=request_id, sent_ms=self._server_clock.at(now))
         getattr(request, field).CopyFrom(message)
-        check_size(request)
+        self._outbox.put(request, check_size(request))
         self._next_id += 1
-        self._pending[request_id] = (field, handle)
+        self._pending[request_id] = _Pending(field, handle, now)
+        return request_id
+
+    @property
+    def has_next(self) -> bool:
+        """True if there is something to send now."""
+        return self._outbox.is_ready
+
+    def next_request(self) -> session_pb2.SessionRequest | None:
+        """The stream message to send now, if there is one."""
+        request = self._outbox.take()
+        pending = None if request is None else self._pending.get(request.id)
+        if pending is not None:
+            pending.sent = self._clock()
         return request
+
+    def give_up(self, request_id: int) -> None:
+        """Nobody awaits the answer any more: unless it is sent already, it need not be."""
+        if self._outbox.drop(request_id):
+            del self._pending[request_id]
 
     def response(
         self, message: session_pb2.SessionResponse
     ) -> tuple[Handle, Message | KVDockError] | None:
         """Whose answer this is, and the answer. None if nobody asked."""
-        field, handle = self._pending.pop(message.id, (None, None))
-        if field is None or handle is None:
+        pending = self._pending.pop(message.id, None)
+        if pending is None:
             return None
+        self._outbox.answered(message.id)
+        self._server_clock.heard(message.answered_ms, pending.sent, self._clock())
+        field, handle = pending.field, pending.handle
         answered = message.WhichOneof("response")
         if answered == "error":
             return handle, from_stream_error(message.error)
@@ -100,8 +140,9 @@ class SessionProtocol(Generic[Handle]):
         first = self._over is None
         if not isinstance(self._over, SessionLost):
             self._over = session_lost(error)
-        handles = [handle for _, handle in self._pending.values()]
+        handles = [pending.handle for pending in self._pending.values()]
         self._pending.clear()
+        self._outbox.end()
         return first, handles
 
 

@@ -40,7 +40,7 @@ from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 
 # A year; some clocks end with the century.
 _LONGEST_TIMEOUT = 365 * 86_400.0
-_LONGEST_STORE = 86_400.0
+_LONGEST_TIMEOUT_MS = 86_400_000
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -55,8 +55,8 @@ class Call(Generic[Request, Response, Result]):
     read: Callable[[Response], Result]
 
 
-def check_size(message: Message) -> None:
-    """Raises InvalidArgument if the message is larger than the protocol allows.
+def check_size(message: Message) -> int:
+    """The message's bytes. Raises InvalidArgument if they are more than the protocol allows.
 
     gRPC would refuse it too, but end the whole stream with it.
     """
@@ -66,6 +66,7 @@ def check_size(message: Message) -> None:
             f"{type(message).__name__} takes {size:,} bytes and a message at most "
             f"{MAX_MESSAGE_BYTES:,}: name fewer chunks in one call"
         )
+    return size
 
 
 @contextlib.contextmanager
@@ -130,7 +131,13 @@ def register_namespace(
 
 @within_limits("lookup")
 def lookup(
-    namespace: str, keys: Sequence[bytes], readers: int, probe: bool, ttl: float | None
+    namespace: str,
+    keys: Sequence[bytes],
+    readers: int,
+    probe: bool,
+    *,
+    ttl: float | None = None,
+    timeout: float | None = None,
 ) -> Call[cache_pb2.LookupRequest, cache_pb2.LookupResponse, Hit]:
     return Call(
         cache_pb2.LookupRequest(
@@ -139,6 +146,7 @@ def lookup(
             readers=readers,
             probe=probe,
             ttl_ms=milliseconds(ttl),
+            timeout_ms=0 if timeout is None else _timeout_ms(timeout),
         ),
         Hit.from_proto,
     )
@@ -165,6 +173,7 @@ def reserve(
     parent: bytes,
     group_idx: int | None,
     event_data: Sequence[ChunkEventData] | None,
+    timeout: float,
 ) -> Call[cache_pb2.ReserveRequest, cache_pb2.ReserveResponse, Reservation]:
     return Call(
         cache_pb2.ReserveRequest(
@@ -173,6 +182,7 @@ def reserve(
             parent_key=parent,
             keys=keys,
             event_data=event_data_messages(event_data),
+            timeout_ms=_timeout_ms(timeout),
         ),
         Reservation.from_proto,
     )
@@ -212,7 +222,7 @@ def store(
     event_data: Sequence[ChunkEventData] | None,
     seconds: float,
 ) -> Call[cache_pb2.StoreRequest, cache_pb2.StoreResponse, list[ChunkStatus]]:
-    seconds = min(max(seconds, 0.001), _LONGEST_STORE)
+    timeout_ms = _timeout_ms(seconds)
     return Call(
         cache_pb2.StoreRequest(
             namespace=namespace,
@@ -222,8 +232,8 @@ def store(
             block_ids=block_ids,
             ready_event=ready_event,
             event_data=event_data_messages(event_data),
-            timeout_ms=math.ceil(seconds * 1000),
-            deadline_ns=time.monotonic_ns() + int(seconds * 1e9),
+            timeout_ms=timeout_ms,
+            deadline_ns=time.monotonic_ns() + timeout_ms * 1_000_000,
         ),
         lambda response: _statuses(response.statuses),
     )
@@ -308,6 +318,11 @@ def event_data_messages(
 ) -> list[types_pb2.ChunkEventData]:
     """The messages; none for None."""
     return [data.to_proto() for data in event_data or ()]
+
+
+def _timeout_ms(seconds: float) -> int:
+    """For a field that limits what the server does, where 0 would mean no limit."""
+    return min(math.ceil(max(seconds, 0.001) * 1000), _LONGEST_TIMEOUT_MS)
 
 
 def _lease_id(lease: Lease | int) -> int:

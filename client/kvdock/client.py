@@ -145,7 +145,7 @@ class Client:
         nothing is locked. Raises UnknownNamespace. After DeadlineExceeded there may be a lease that
         nobody knows of, which lives as long; a session's lookup gives it back.
         """
-        call = _verbs.lookup(namespace, keys, readers, probe, ttl)
+        call = _verbs.lookup(namespace, keys, readers, probe, ttl=ttl)
         return self._call(self._cache.Lookup, call, timeout)
 
     def free_locks(

@@ -161,12 +161,22 @@ class DeviceMemory(KVDockError):
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class TooLate(DeadlineExceeded):
+    """The server read the request when its time was over, and did nothing."""
+
+
 class Stalled(DeadlineExceeded):
     """The server gave up a stream on which nothing happened for too long."""
 
 
 class TooManyNamespaces(KVDockError):
     """The server keeps no more namespaces: clear one of those that hold something."""
+
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Overloaded(KVDockError):
+    """More was asked for than the server can do, so this was not even sent to it."""
 
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -206,6 +216,7 @@ CLASS_OF_REASON: dict[str, type[KVDockError]] = {
     "DEVICE_MEMORY": DeviceMemory,
     "TOO_MANY_NAMESPACES": TooManyNamespaces,
     "STALLED": Stalled,
+    "TOO_LATE": TooLate,
     "DRAINING": Draining,
     "NO_EVENT_LOG": NoEventLog,
     "INTERNAL": ServerError,

@@ -1,13 +1,14 @@
 """A session: one stream to the server, for as long as this process wants to hold anything there.
 
-Three threads serve it: gRPC's own sends what :meth:`Session.submit` queues, a reader settles the
-futures, a third sends heartbeats. They belong to an inner object and hold no reference to the
+Three threads serve it: gRPC's own sends what :meth:`Session.submit` takes, a reader settles the
+futures, a third makes heartbeats. They belong to an inner object and hold no reference to the
 Session, so that one that is dropped without close() ends as if it had been closed. (Unless
 ``on_lost`` refers to it: what they call, they hold.)
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -142,7 +143,11 @@ class Session:
     def submit(self, request: Message) -> Future[Any]:
         """Sends a request message of the protocol; the future brings its response message.
 
-        Never blocks. The future fails with a KVDockError, at the latest when the session ends.
+        Never blocks. The future fails with a KVDockError, at the latest when the session ends; at
+        once with Overloaded if 16 MiB of requests wait to be sent. Requests are sent in order, but
+        for lookups: at most eight are on their way at a time, and of those that wait the latest
+        goes first, after all else. **Cancel a future that nobody awaits any more**: what waits is
+        then never sent, unless it gives something back.
         Raises TypeError if ``request`` is not a request that a session carries.
         """
         return self._stream.submit(request)
@@ -181,7 +186,9 @@ class Session:
         Each of ``readers`` workers gets a lock of its own on every part. The lease lives as long as
         this session. With ``probe`` nothing is locked.
         """
-        return self._call(_verbs.lookup(namespace, keys, readers, probe, None), timeout)
+        seconds = self._seconds(timeout)
+        call = _verbs.lookup(namespace, keys, readers, probe, timeout=seconds)
+        return self._call(call, seconds)
 
     def free_locks(
         self,
@@ -217,7 +224,9 @@ class Session:
         into the chunks that are RESERVED, then commit. Raises WrongMode outside shared mode,
         ChunkTooLarge if the pool could not hold one.
         """
-        return self._call(_verbs.reserve(namespace, keys, parent, group_idx, event_data), timeout)
+        seconds = self._seconds(timeout)
+        call = _verbs.reserve(namespace, keys, parent, group_idx, event_data, seconds)
+        return self._call(call, seconds)
 
     def commit(
         self,
@@ -371,9 +380,10 @@ class _Stream:
         self._ended = threading.Event()
         self._missed_heartbeats = 0
         self._given_up: KVDockError | None = None
-        # None ends the iterator, whereupon gRPC closes our half of the stream.
-        self._outbox: SimpleQueue[session_pb2.SessionRequest | None] = SimpleQueue()
-        self._call = start(iter(self._outbox.get, None))
+        # True: there may be something to send. False: nothing comes any more.
+        self._wakeups: SimpleQueue[bool] = SimpleQueue()
+        self._sender_is_awake = False
+        self._call = start(self._requests())
         self._reader = threading.Thread(target=self._read, name="kvdock-session", daemon=True)
         self._reader.start()
 
@@ -390,9 +400,12 @@ class _Stream:
                     f"open another here"
                 )
             with self._lock:
-                self._outbox.put(self._protocol.request(request, future))
+                request_id = self._protocol.request(request, future)
+                self._wake_sender()
         except KVDockError as error:
             future.set_exception(error)
+        else:
+            future.add_done_callback(functools.partial(self._done, request_id))
         return future
 
     def keep_alive(self, ttl: float) -> None:
@@ -415,7 +428,30 @@ class _Stream:
     def abandon(self) -> None:
         """Closes the stream from a garbage collector, which may hold any lock: takes none."""
         self._closing = True
-        self._outbox.put(None)
+        self._wakeups.put(False)
+
+    def _requests(self) -> Iterator[session_pb2.SessionRequest]:
+        """Runs on gRPC's thread, which closes our half of the stream when this ends."""
+        while self._wakeups.get():
+            while (request := self._next_request()) is not None:
+                yield request
+
+    def _next_request(self) -> session_pb2.SessionRequest | None:
+        with self._lock:
+            request = self._protocol.next_request()
+            self._sender_is_awake = request is not None
+            return request
+
+    def _wake_sender(self) -> None:
+        """With the lock held."""
+        if self._protocol.has_next and not self._sender_is_awake:
+            self._sender_is_awake = True
+            self._wakeups.put(True)
+
+    def _done(self, request_id: int, future: Future[Any]) -> None:
+        if future.cancelled():
+            with self._lock:
+                self._protocol.give_up(request_id)
 
     def _read(self) -> None:
         error: KVDockError
@@ -435,6 +471,7 @@ class _Stream:
     def _settle(self, response: session_pb2.SessionResponse) -> None:
         with self._lock:
             settled = self._protocol.response(response)
+            self._wake_sender()
         if settled is None:
             return
         future, answer = settled
@@ -479,7 +516,8 @@ class _Stream:
     def _end(self, error: KVDockError) -> None:
         with self._lock:
             first, futures = self._protocol.end(error)
-            self._outbox.put(None)
+            self._wake_sender()
+            self._wakeups.put(False)
         self._ended.set()
         lost = self._protocol.over
         assert lost is not None

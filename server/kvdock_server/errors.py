@@ -41,6 +41,7 @@ class Reason(Enum):
     NO_EVENT_LOG = Code.UNIMPLEMENTED, 17
     TOO_MANY_NAMESPACES = Code.RESOURCE_EXHAUSTED, 18
     STALLED = Code.DEADLINE_EXCEEDED, 19
+    TOO_LATE = Code.DEADLINE_EXCEEDED, 20
 
     @property
     def code(self) -> Code:

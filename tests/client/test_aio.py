@@ -17,6 +17,7 @@ import pytest
 import kvdock
 import kvdock.aio
 from kvdock import errors
+from kvdock._outbox import LOOKUPS_UNDER_WAY
 from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2, session_pb2
 
@@ -125,8 +126,10 @@ async def test_a_late_answer_is_undone(server: Any, client: kvdock.aio.Client, p
     async with await client.session() as session:
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
-            with pytest.raises(errors.DeadlineExceeded):
-                await session.lookup("test", prompt.keys, timeout=0.1)
+            lookup = cache_pb2.LookupRequest(namespace="test", keys=prompt.keys)
+            looking_up = session.submit(lookup)
+            await wait_until(lambda: not session._stream._protocol.has_next)
+            looking_up.cancel()
             with pytest.raises(errors.DeadlineExceeded):
                 await client.get("test", prompt.keys, timeout=0.1)
             with pytest.raises(errors.DeadlineExceeded):
@@ -141,6 +144,28 @@ async def test_a_late_answer_is_undone(server: Any, client: kvdock.aio.Client, p
             return status.counters.lookups == 1 and status.index.locks == 0
 
         await wait_until(no_locks)
+
+
+async def test_what_is_late_or_given_up_is_not_carried_out(
+    server: Any, client: kvdock.aio.Client, prompt: Any
+) -> None:
+    await client.put("test", prompt.keys, prompt.shards)
+    async with await client.session() as session:
+        protocol = session._stream._protocol
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            looking_up = [session.lookup("test", prompt.keys, timeout=0.3) for _ in range(200)]
+            answers = await asyncio.gather(*looking_up, return_exceptions=True)
+            assert {type(answer) for answer in answers} == {errors.DeadlineExceeded}
+            assert len(protocol._outbox) == 0
+            assert len(protocol._pending) == LOOKUPS_UNDER_WAY
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+
+        await session.submit(session_pb2.HeartbeatRequest())
+        status = await client.status()
+        assert (status.counters.lookups, status.index.leases) == (0, 0)
+        assert (await session.lookup("test", prompt.keys, timeout=5)).chunks == len(prompt.keys)
 
 
 async def test_heartbeats_and_a_server_that_stops_answering(
@@ -210,7 +235,8 @@ async def test_an_answer_that_comes_as_its_caller_is_cancelled_is_undone(
     async with await client.session() as session:
         waiting = asyncio.create_task(session.lookup("test", prompt.keys))
         await asyncio.sleep(0)
-        ((_, answer),) = session._stream._protocol._pending.values()
+        (pending,) = session._stream._protocol._pending.values()
+        answer = pending.handle
         while not answer.done():  # noqa: ASYNC110, since not one turn may be missed
             await asyncio.sleep(0)
         waiting.cancel()

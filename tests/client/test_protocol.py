@@ -1,4 +1,5 @@
 import pytest
+from google.protobuf.message import Message
 
 from kvdock import _verbs
 from kvdock._protocol import SessionProtocol, undo
@@ -11,14 +12,24 @@ from kvdock.errors import (
     UnknownLease,
 )
 from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
+from kvdock.v1.session_pb2 import SessionRequest
 
 HEARTBEAT = session_pb2.HeartbeatRequest()
 
 
+def sent(protocol: SessionProtocol[str], message: Message, handle: str) -> SessionRequest:
+    """What the stream carries for a message that nothing waits before."""
+    request_id = protocol.request(message, handle)
+    request = protocol.next_request()
+    assert request is not None
+    assert request.id == request_id
+    return request
+
+
 def test_answers_find_their_requests_in_any_order() -> None:
     protocol: SessionProtocol[str] = SessionProtocol()
-    first = protocol.request(cache_pb2.LookupRequest(namespace="n"), "lookup")
-    second = protocol.request(HEARTBEAT, "heartbeat")
+    first = sent(protocol, cache_pb2.LookupRequest(namespace="n"), "lookup")
+    second = sent(protocol, HEARTBEAT, "heartbeat")
     assert first.lookup.namespace == "n"
     assert second.WhichOneof("request") == "heartbeat"
 
@@ -34,7 +45,7 @@ def test_answers_find_their_requests_in_any_order() -> None:
 
 def test_an_error_becomes_its_exception() -> None:
     protocol: SessionProtocol[str] = SessionProtocol()
-    request = protocol.request(cache_pb2.RetrieveRequest(lease_id=1), "handle")
+    request = sent(protocol, cache_pb2.RetrieveRequest(lease_id=1), "handle")
 
     settled = protocol.response(
         session_pb2.SessionResponse(
@@ -49,7 +60,7 @@ def test_an_error_becomes_its_exception() -> None:
 
 def test_what_nobody_asked_or_of_another_kind_harms_nothing() -> None:
     protocol: SessionProtocol[str] = SessionProtocol()
-    request = protocol.request(HEARTBEAT, "handle")
+    request = sent(protocol, HEARTBEAT, "handle")
 
     assert protocol.response(session_pb2.SessionResponse(id=999)) is None
     settled = protocol.response(
@@ -103,8 +114,8 @@ def test_every_request_of_a_session_can_be_sent() -> None:
     oneof = session_pb2.SessionRequest.DESCRIPTOR.oneofs_by_name["request"]
     for field in oneof.fields:
         request = getattr(session_pb2.SessionRequest(), field.name)
-        sent = SessionProtocol[str]().request(type(request)(), "handle")
-        assert sent.WhichOneof("request") == field.name
+        carried = sent(SessionProtocol[str](), type(request)(), "handle")
+        assert carried.WhichOneof("request") == field.name
 
 
 def test_undo_gives_back_locks_and_memory_and_nothing_else() -> None:

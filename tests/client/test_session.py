@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import gc
 import os
 import signal
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
 import kvdock
 import kvdock.aio
 from kvdock import errors
+from kvdock._outbox import LOOKUPS_UNDER_WAY
 from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2, session_pb2
 
@@ -203,24 +206,118 @@ def test_a_dropped_session_ends(client: kvdock.Client) -> None:
     assert lost == []
 
 
+@contextlib.contextmanager
+def stopped(server: Any) -> Iterator[None]:
+    """The server stands still meanwhile."""
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+def submit_and_send(session: kvdock.Session, request: Message) -> Future[Any]:
+    """Submits a request and waits until it is on its way."""
+    future = session.submit(request)
+    wait_until(lambda: not session._stream._protocol.has_next)
+    return future
+
+
 def test_a_late_answer_is_undone(server: Any, client: kvdock.Client, prompt: Any) -> None:
     client.put("test", prompt.keys, prompt.shards)
     with client.session() as session:
-        os.kill(server.process.pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(errors.DeadlineExceeded, match="LookupRequest"):
-                session.lookup("test", prompt.keys, timeout=0.1)
-            reserving = session.submit(
-                cache_pb2.ReserveRequest(namespace="test", keys=[os.urandom(32)])
-            )
-            assert reserving.cancel()
-        finally:
-            os.kill(server.process.pid, signal.SIGCONT)
+        lookup = cache_pb2.LookupRequest(namespace="test", keys=prompt.keys)
+        reserve = cache_pb2.ReserveRequest(namespace="test", keys=[os.urandom(32)])
+        with stopped(server):
+            assert submit_and_send(session, lookup).cancel()
+            assert submit_and_send(session, reserve).cancel()
 
         session.submit(session_pb2.HeartbeatRequest()).result(5)
         wait_until(lambda: client.status().index.locks == 0)
         wait_until(lambda: client.status().pool.reserved_bytes == 0)
         assert client.status().counters.lookups == 1
+
+
+def test_what_is_read_too_late_is_not_carried_out(
+    server: Any, client: kvdock.Client, prompt: Any
+) -> None:
+    client.put("test", prompt.keys, prompt.shards)
+    with client.session(role="worker") as session:
+        with stopped(server):
+            with pytest.raises(errors.DeadlineExceeded, match="LookupRequest"):
+                session.lookup("test", prompt.keys, timeout=0.1)
+            lookup = cache_pb2.LookupRequest(namespace="test", keys=prompt.keys, timeout_ms=100)
+            reserve = cache_pb2.ReserveRequest(
+                namespace="test", keys=[os.urandom(32)], timeout_ms=100
+            )
+            late = [session.submit(lookup), session.submit(reserve)]
+            time.sleep(0.5)  # on their way
+
+        for future in late:
+            with pytest.raises(errors.TooLate, match="100 ms that its client waits"):
+                future.result(5)
+        status = client.status()
+        assert (status.counters.lookups, status.index.leases) == (0, 0)
+        assert status.pool.reserved_bytes == 0
+        # The others are not late.
+        assert session.lookup("test", prompt.keys, timeout=5).chunks == len(prompt.keys)
+
+
+def test_what_is_given_up_before_it_was_sent_is_forgotten(
+    server: Any, client: kvdock.Client, prompt: Any
+) -> None:
+    """A server that stands still, or does not keep up, is not asked again for what is over."""
+    with client.session() as session:
+        protocol = session._stream._protocol
+        lookup = cache_pb2.LookupRequest(namespace="test", keys=prompt.keys)
+        with stopped(server):
+            futures = [session.submit(lookup) for _ in range(2_000)]
+            sent = LOOKUPS_UNDER_WAY
+            wait_until(lambda: len(protocol._outbox) == len(futures) - sent)
+            assert sum(future.cancel() for future in futures) == len(futures)
+            assert len(protocol._outbox) == 0
+            assert len(protocol._pending) == sent
+
+        session.submit(session_pb2.HeartbeatRequest()).result(5)
+        assert client.status().counters.lookups == sent
+
+
+def test_the_outbox_is_bounded_but_not_for_what_gives_back(
+    server: Any, client: kvdock.Client
+) -> None:
+    with client.session() as session, stopped(server):
+        lookup = cache_pb2.LookupRequest(namespace="test", keys=[bytes(32)] * 16_000)
+        futures = [session.submit(lookup) for _ in range(100)]
+        refused = [future for future in futures if future.done()]
+        assert 60 < len(refused) < 80  # 16 MiB of 0.5 each are not
+        with pytest.raises(errors.Overloaded, match="requests wait to be sent already"):
+            refused[0].result(0)
+        giving_back = cache_pb2.FreeLocksRequest(locks=[cache_pb2.LockRange(lease_id=1)])
+        freed = session.submit(giving_back)
+        assert not freed.done()
+        assert futures[-1].done()
+        for future in futures:
+            future.cancel()
+        assert not session.submit(lookup).done()
+    assert freed.done()
+
+
+def test_what_gives_back_is_sent_although_nobody_awaits_the_answer(
+    server: Any, client: kvdock.Client, prompt: Any
+) -> None:
+    client.put("test", prompt.keys, prompt.shards)
+    with client.session() as session:
+        hit = session.lookup("test", prompt.keys)
+        assert hit.lease is not None
+        locks = [cache_pb2.LockRange(lease_id=hit.lease.id)]
+        with stopped(server):
+            long = cache_pb2.LookupRequest(namespace="test", keys=[bytes(32)] * 16_000, probe=True)
+            blocking = [session.submit(long) for _ in range(2)]  # more than the connection takes
+            freed = session.submit(cache_pb2.FreeLocksRequest(locks=locks))
+            assert freed.cancel()
+            assert len(session._stream._protocol._outbox) > 0
+        wait_until(lambda: client.status().index.locks == 0)
+        assert {future.result(5).hit_chunks for future in blocking} == {0}
 
 
 def test_heartbeats_keep_a_silent_session_alive(client: kvdock.Client, prompt: Any) -> None:

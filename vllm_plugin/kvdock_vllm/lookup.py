@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 
-from kvdock.errors import KVDockError
+from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.link import Live
 from kvdock_vllm.metadata import GroupLoad, Target
@@ -52,7 +52,12 @@ class Lookup:
         self.asked_at = time.monotonic()
         self._deadline = self.asked_at + timeout
         self._future: Future[cache_pb2.LookupResponse] = live.session.submit(
-            cache_pb2.LookupRequest(namespace=self.target.namespace, keys=keys, readers=readers)
+            cache_pb2.LookupRequest(
+                namespace=self.target.namespace,
+                keys=keys,
+                readers=readers,
+                timeout_ms=round(timeout * 1000),
+            )
         )
 
     @property
@@ -76,6 +81,9 @@ class Lookup:
                 return True
         try:
             response = self._future.result()
+        except DeadlineExceeded:  # the server was the first to say so
+            self.state = State.TIMED_OUT
+            return True
         except (KVDockError, CancelledError) as error:
             self.state = State.FAILED
             self.error = error if isinstance(error, KVDockError) else None

@@ -123,7 +123,7 @@ class Client:
         timeout: float | None = None,
     ) -> Hit:
         """As :meth:`kvdock.Client.lookup`."""
-        call = _verbs.lookup(namespace, keys, readers, probe, ttl)
+        call = _verbs.lookup(namespace, keys, readers, probe, ttl=ttl)
         return await self._call(self._cache.Lookup, call, timeout)
 
     async def free_locks(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -167,7 +168,9 @@ class Session:
         timeout: float | None = None,
     ) -> Hit:
         """As :meth:`kvdock.Session.lookup`."""
-        return await self._call(_verbs.lookup(namespace, keys, readers, probe, None), timeout)
+        seconds = self._seconds(timeout)
+        call = _verbs.lookup(namespace, keys, readers, probe, timeout=seconds)
+        return await self._call(call, seconds)
 
     async def free_locks(
         self,
@@ -194,8 +197,9 @@ class Session:
         timeout: float | None = None,
     ) -> Reservation:
         """As :meth:`kvdock.Session.reserve`."""
-        call = _verbs.reserve(namespace, keys, parent, group_idx, event_data)
-        return await self._call(call, timeout)
+        seconds = self._seconds(timeout)
+        call = _verbs.reserve(namespace, keys, parent, group_idx, event_data, seconds)
+        return await self._call(call, seconds)
 
     async def commit(
         self,
@@ -306,7 +310,9 @@ class Stream:
         self._closing = False
         self._missed_heartbeats = 0
         self._given_up: KVDockError | None = None
-        self._outbox: asyncio.Queue[session_pb2.SessionRequest | None] = asyncio.Queue()
+        # There may be something to send, or nothing comes any more.
+        self._news = asyncio.Event()
+        self._is_complete = False
         self._call = start(self._requests())
         self._reader = asyncio.create_task(self._read(), name="kvdock-session")
         self._heart: asyncio.Task[None] | None = None
@@ -318,9 +324,12 @@ class Stream:
     def submit(self, request: Message) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
         try:
-            self._outbox.put_nowait(self._protocol.request(request, future))
+            request_id = self._protocol.request(request, future)
         except KVDockError as error:
             _fail(future, error)
+        else:
+            self._news.set()
+            future.add_done_callback(functools.partial(self._done, request_id))
         return future
 
     async def result(self, request: Message, timeout: float) -> Any:
@@ -362,11 +371,23 @@ class Stream:
         """Closes the stream from a garbage collector, on whatever thread."""
         self._closing = True
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._outbox.put_nowait, None)
+            self._loop.call_soon_threadsafe(self._complete)
 
     async def _requests(self) -> AsyncIterator[session_pb2.SessionRequest]:
-        while (request := await self._outbox.get()) is not None:
-            yield request
+        """gRPC closes our half of the stream when this ends."""
+        while not self._is_complete:
+            await self._news.wait()
+            self._news.clear()
+            while (request := self._protocol.next_request()) is not None:
+                yield request
+
+    def _complete(self) -> None:
+        self._is_complete = True
+        self._news.set()
+
+    def _done(self, request_id: int, future: asyncio.Future[Any]) -> None:
+        if future.cancelled():
+            self._protocol.give_up(request_id)
 
     async def _read(self) -> None:
         error: KVDockError = SessionLost("the event loop stopped")
@@ -392,6 +413,8 @@ class Stream:
 
     def _settle(self, response: session_pb2.SessionResponse) -> None:
         settled = self._protocol.response(response)
+        if self._protocol.has_next:
+            self._news.set()
         if settled is None:
             return
         future, answer = settled
@@ -427,7 +450,7 @@ class Stream:
 
     def _end(self, error: KVDockError) -> None:
         first, futures = self._protocol.end(error)
-        self._outbox.put_nowait(None)
+        self._complete()
         if self._heart is not None:
             self._heart.cancel()
         lost = self._protocol.over

@@ -74,6 +74,7 @@ class LookupRequest(google.protobuf.message.Message):
     PROBE_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     readers: builtins.int
@@ -88,6 +89,12 @@ class LookupRequest(google.protobuf.message.Message):
     """Token of the session of the engine's scheduler, whose life the lease shares. Empty: none, the
     lease lives for ttl_ms; on a session stream, that stream's session.
     """
+    timeout_ms: builtins.int
+    """On a session stream: how long the client waits for the answer, from when it made the request
+    (SessionRequest.sent_ms). What the server reads later than that it answers with DEADLINE_EXCEEDED
+    (TOO_LATE), and does nothing. 0: the client waits as long as it takes. A call by itself has
+    gRPC's deadline instead.
+    """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of the prompt's chunks from the first on, 32 bytes each. From 1 to 16,384."""
@@ -101,8 +108,9 @@ class LookupRequest(google.protobuf.message.Message):
         probe: builtins.bool = ...,
         ttl_ms: builtins.int = ...,
         session_token: builtins.bytes = ...,
+        timeout_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace", "probe", b"probe", "readers", b"readers", "session_token", b"session_token", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace", "probe", b"probe", "readers", b"readers", "session_token", b"session_token", "timeout_ms", b"timeout_ms", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -269,6 +277,7 @@ class ReserveRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     EVENT_DATA_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -279,6 +288,8 @@ class ReserveRequest(google.protobuf.message.Message):
     """
     session_token: builtins.bytes
     """Token of the worker's session. Empty on a session stream: that stream's session."""
+    timeout_ms: builtins.int
+    """As in LookupRequest."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -296,9 +307,10 @@ class ReserveRequest(google.protobuf.message.Message):
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         event_data: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkEventData] | None = ...,
         session_token: builtins.bytes = ...,
+        timeout_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "session_token", b"session_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___ReserveRequest: typing_extensions.TypeAlias = ReserveRequest
@@ -371,7 +383,7 @@ class CommitRequest(google.protobuf.message.Message):
     """Token of the worker's session. Empty on a session stream: that stream's session."""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Which chunks, as indexes into the keys of Reserve. Empty: all that are still open."""
+        """Which chunks, each once, as indexes into the keys of Reserve. Empty: all that are still open."""
 
     def __init__(
         self,
@@ -879,7 +891,7 @@ class GetRequest(google.protobuf.message.Message):
     kv_worker_id: builtins.int
     """Which shard."""
     message_bytes: builtins.int
-    """Bytes a message. 0 means 128 KiB; at most 2 MiB."""
+    """Bytes a message. 0 means 128 KiB; from 1,024 to 2 MiB."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys, 32 bytes each, in any order. From 1 to 16,384."""

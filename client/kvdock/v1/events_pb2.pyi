@@ -85,7 +85,7 @@ class StreamKVEventsRequest(google.protobuf.message.Message):
 
     @property
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Only these namespaces. Empty: all."""
+        """Only these namespaces, at most 4,096. Empty: all."""
 
     def __init__(
         self,

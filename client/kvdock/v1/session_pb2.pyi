@@ -67,8 +67,14 @@ class SessionRequest(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     RETRIEVE_FIELD_NUMBER: builtins.int
     REGISTER_MEMORY_FIELD_NUMBER: builtins.int
+    SENT_MS_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Comes back in the answer. Any number."""
+    sent_ms: builtins.int
+    """When the client made the request, on the server's clock as SessionResponse.answered_ms tells it.
+    A request may wait long before the server reads it: timeout_ms of Lookup and of Reserve counts
+    from here. 0: not told, they count from when it is read.
+    """
     @property
     def open(self) -> Global___OpenRequest:
         """First message, once."""
@@ -128,9 +134,10 @@ class SessionRequest(google.protobuf.message.Message):
         store: kvdock.v1.cache_pb2.StoreRequest | None = ...,
         retrieve: kvdock.v1.cache_pb2.RetrieveRequest | None = ...,
         register_memory: Global___RegisterMemoryRequest | None = ...,
+        sent_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["abort", b"abort", "commit", b"commit", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "request", b"request", "reserve", b"reserve", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "commit", b"commit", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "request", b"request", "reserve", b"reserve", "retrieve", b"retrieve", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "commit", b"commit", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "request", b"request", "reserve", b"reserve", "retrieve", b"retrieve", "sent_ms", b"sent_ms", "store", b"store"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory"] | None: ...
 
 Global___SessionRequest: typing_extensions.TypeAlias = SessionRequest
@@ -154,8 +161,17 @@ class SessionResponse(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     RETRIEVE_FIELD_NUMBER: builtins.int
     REGISTER_MEMORY_FIELD_NUMBER: builtins.int
+    ANSWERED_MS_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Of the request."""
+    answered_ms: builtins.int
+    """When the server sent this, in milliseconds on a clock of its own that begins anywhere and never
+    goes back. An answer that came at b to a request sent at a, both on the client's clock, proves
+    that the server's clock is ahead of the client's by at least answered_ms - b and by at most
+    answered_ms - a. The smallest of the upper bounds is a good estimate, since it comes from the
+    answer that waited least. Raise it to the lower bound of an answer that shows it to be too small:
+    then one of the clocks runs slowly, or stood still.
+    """
     @property
     def error(self) -> kvdock.v1.types_pb2.Error:
         """The request failed and changed nothing."""
@@ -220,9 +236,10 @@ class SessionResponse(google.protobuf.message.Message):
         store: kvdock.v1.cache_pb2.StoreResponse | None = ...,
         retrieve: kvdock.v1.cache_pb2.RetrieveResponse | None = ...,
         register_memory: Global___RegisterMemoryResponse | None = ...,
+        answered_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["abort", b"abort", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "answered_ms", b"answered_ms", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["error", "open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory"] | None: ...
 
 Global___SessionResponse: typing_extensions.TypeAlias = SessionResponse
@@ -376,12 +393,12 @@ class RegisterMemoryRequest(google.protobuf.message.Message):
     @property
     def allocations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DeviceAllocation]:
         """Device allocations, each named once however many layers lie in it. Empty for a worker that
-        copies by itself.
+        copies by itself. At most 4,096.
         """
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupMemory]:
-        """How blocks lie in them, one for each group that the worker stores or loads."""
+        """How blocks lie in them, one for each group that the worker stores or loads. At most 64."""
 
     def __init__(
         self,
@@ -436,11 +453,11 @@ class GroupMemory(google.protobuf.message.Message):
     num_blocks: builtins.int
     """Number of blocks; block ids are below it."""
     blocks_per_chunk: builtins.int
-    """Blocks of the group in one chunk."""
+    """Blocks of the group in one chunk. At most 65,536."""
     @property
     def regions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRegion]:
         """The regions that together are one block, in the order in which the host keeps them. The sum of
-        their page_bytes times blocks_per_chunk is the shard's size.
+        their page_bytes times blocks_per_chunk is the shard's size. At most 4,096, over all groups.
         """
 
     def __init__(

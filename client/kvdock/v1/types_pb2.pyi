@@ -348,7 +348,7 @@ class ChunkEventData(google.protobuf.message.Message):
     """
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The engine's own hashes of the chunk's blocks, in order."""
+        """The engine's own hashes of the chunk's blocks, in order. At most 65,536."""
 
     @property
     def extra_keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExtraKeys]:
@@ -502,6 +502,7 @@ class Error(google.protobuf.message.Message):
                               register it again, which says what is left to do
       TOO_MANY_NAMESPACES     clear one of those that hold something
       STALLED                 the other side of a stream did nothing for too long
+      TOO_LATE                the request was read after its timeout_ms: nothing was done
       DRAINING                the server is stopping and takes nothing new
       NO_EVENT_LOG            the server keeps no event log: start it with one
       INTERNAL                a fault of the server

@@ -12,7 +12,7 @@ time. That makes a snapshot: the events that announced what is there now, in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from kvdock_server.events import event, wire
 from kvdock_server.events.event import Event, Medium, RemovedPart, StoredPart
@@ -71,7 +71,7 @@ class Publisher:
             if isinstance(outcome, Slot):
                 self._of(outcome.part.chunk.space).data.setdefault(outcome.part, one)
 
-    def snapshot(self, namespaces: Sequence[str] = ()) -> list[Event]:
+    def snapshot(self, namespaces: Set[str] = frozenset()) -> list[Event]:
         """The events by which all that can be found now was announced, parents first."""
         return [
             announced

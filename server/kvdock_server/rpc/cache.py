@@ -16,12 +16,13 @@ from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.index.index import Slot
 from kvdock_server.pool.pool import Pool
-from kvdock_server.rpc import verbs
+from kvdock_server.rpc import limits, verbs
 from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.status import STALL_SECONDS, Context, stalled, streaming, unary
 from kvdock_server.sessions import Session
 
 DEFAULT_MESSAGE_BYTES = 128 << 10
+MIN_MESSAGE_BYTES = 1 << 10
 MAX_MESSAGE_BYTES = 2 << 20
 
 _GET_DATA = tag(pb.GetResponse, "data")
@@ -90,6 +91,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if request is None or request.WhichOneof("message") != "open":
             raise invalid("the first message of a Put must be open")
         opened = request.open
+        limits.check(opened)
         outcomes = self._core.reserve(
             None,
             opened.namespace,
@@ -167,8 +169,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[bytes]:  # type: ignore[override]  # noqa: N802
         """Its responses are encoded already."""
         step = request.message_bytes or DEFAULT_MESSAGE_BYTES
-        if step > MAX_MESSAGE_BYTES:
-            raise invalid(f"message_bytes {step}: at most {MAX_MESSAGE_BYTES}, 0 means 128 KiB")
+        if not MIN_MESSAGE_BYTES <= step <= MAX_MESSAGE_BYTES:
+            raise invalid(
+                f"message_bytes {step}: from {MIN_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}, or 0 for "
+                "128 KiB"
+            )
         shards = self._core.readable(
             request.namespace, verbs.group_idx(request), request.kv_worker_id, request.keys
         )

@@ -64,7 +64,7 @@ class EventService:
             return
         snapshot = None
         if request.WhichOneof("start") == "snapshot":
-            snapshot = publisher.snapshot(request.namespaces)
+            snapshot = publisher.snapshot(frozenset(request.namespaces))
         subscriber = publisher.subscribers.join(after, snapshot)
         try:
             async for message in _messages(publisher, batches, subscriber, request):

@@ -13,6 +13,7 @@ from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core
 from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.index.namespace import MAX_CHUNK_TOKENS
 from kvdock_server.rpc import verbs
 from kvdock_server.sessions import Mode, Role, Session
 from kvdock_server.transfer import (
@@ -205,6 +206,11 @@ class RegisteredMemory:
             group_idx = verbs.group_idx(group)
             if group_idx in groups:
                 raise invalid(f"group {group_idx} is described twice: each group once")
+            if group.blocks_per_chunk > MAX_CHUNK_TOKENS:
+                raise invalid(
+                    f"blocks_per_chunk {group.blocks_per_chunk} of group {group_idx}: at most "
+                    f"{MAX_CHUNK_TOKENS}, the most tokens that a chunk has"
+                )
             layout = GroupMemory(
                 group.num_blocks,
                 group.blocks_per_chunk,

@@ -14,7 +14,7 @@ from kvdock_server import __version__, sessions
 from kvdock_server.core import Core
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.pool.pool import Pool
-from kvdock_server.rpc import verbs
+from kvdock_server.rpc import limits, verbs
 from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.status import Context, abort, as_request_error, to_proto
 
@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 _OPEN_SECONDS = 5.0
 # What a session has sent beyond that waits in its stream, and in the end in its process.
 _COPIES_AT_ONCE = 64
+# What grants something, which would have to be taken back. (Store and Retrieve have deadlines that
+# say what becomes of each chunk.)
+_NOT_WHEN_LATE = frozenset({"lookup", "reserve"})
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -150,6 +153,7 @@ class _SessionStream:
     async def write(self, response: pb.SessionResponse) -> None:
         """Send one answer; answers of copies come from tasks of their own."""
         async with self._write_lock:
+            response.answered_ms = self._now_ms()
             await self._context.write(response)
 
     async def close(self) -> None:
@@ -209,14 +213,31 @@ class _SessionStream:
         await self.write(response)
 
     def _check(self, request: pb.SessionRequest, kind: str | None) -> None:
-        """Note the sign of life; RequestError if the session expired or another one is named."""
+        """Note the sign of life; RequestError if the session expired, if another one is named, if a
+        list is too long, or if nobody awaits the answer any more.
+        """
         session = self._session
         session.refuse_if_expired()
         session.last_seen = self._core.clock()
-        message = getattr(request, kind) if kind else None
+        if kind is None:
+            return
+        message = getattr(request, kind)
+        limits.check(message)
         if getattr(message, "session_token", b"") not in (b"", session.token):
             raise RequestError(
                 Reason.UNKNOWN_SESSION,
                 f"session_token is not that of session {session.session_id}, whose stream this is: "
                 "leave it empty on a stream",
             )
+        if kind in _NOT_WHEN_LATE and message.timeout_ms and request.sent_ms:
+            late = self._now_ms() - request.sent_ms - message.timeout_ms
+            if late > 0:
+                raise RequestError(
+                    Reason.TOO_LATE,
+                    f"this {kind} was read {late} ms after the {message.timeout_ms} ms that its "
+                    "client waits: nothing was done; the server or the client is overloaded",
+                )
+
+    def _now_ms(self) -> int:
+        """The clock that clients are told of."""
+        return int(self._core.clock() * 1000)

@@ -11,10 +11,12 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from kvdock.v1 import types_pb2 as pb
 from kvdock_server.errors import Reason, RequestError
+from kvdock_server.rpc import limits
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
     @functools.wraps(method)
     async def wrapped(self: object, request: Any, context: Context) -> T:
         try:
+            limits.check(request)
             return await method(self, request, context)
         except grpc.aio.AbortError:
             raise
@@ -82,12 +85,15 @@ def streaming(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIte
     """Likewise for a method that answers with a stream.
 
     The method is a generator, which is closed before the call ends, however it ends: what it holds
-    is released at once and not by the garbage collector.
+    is released at once and not by the garbage collector. Where requests come in a stream as well,
+    the method itself looks at their limits.
     """
 
     @functools.wraps(method)
     async def wrapped(self: object, request: Any, context: Context) -> None:
         try:
+            if isinstance(request, Message):
+                limits.check(request)
             async with contextlib.aclosing(method(self, request, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     async with asyncio.timeout(STALL_SECONDS):

@@ -14,10 +14,18 @@ from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core, check_session
 from kvdock_server.errors import invalid
 from kvdock_server.index.index import ReserveStatus, Slot
-from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.index.namespace import (
+    MAX_CHUNK_TOKENS,
+    MAX_KV_WORLD_SIZE,
+    Group,
+    GroupKind,
+    Namespace,
+)
 from kvdock_server.sessions import Mode, Session
 
 MAX_EVENT_DATA_BYTES = 1 << 20
+MAX_BLOCK_HASHES = MAX_CHUNK_TOKENS
+"""Of one chunk: one for each token."""
 
 RESERVE_STATUS = {
     ReserveStatus.RESERVED: types.CHUNK_STATUS_RESERVED,
@@ -176,32 +184,41 @@ def event_data(core: Core, request: Any) -> list[bytes]:
         raise invalid(f"{len(given)} event_data for {len(request.keys)} keys: one each, or none")
     if core.events is None:
         return []
-    encoded = [data.SerializeToString() for data in given]
-    for index, data in enumerate(encoded):
-        if len(data) > MAX_EVENT_DATA_BYTES:
-            raise invalid(f"event_data {index} of {len(data)} bytes: at most 1 MiB")
+    encoded = []
+    for index, data in enumerate(given):
+        if len(data.block_hashes) > MAX_BLOCK_HASHES:
+            raise invalid(
+                f"event_data {index} with {len(data.block_hashes)} block_hashes: at most "
+                f"{MAX_BLOCK_HASHES}"
+            )
+        encoded.append(data.SerializeToString())
+        if len(encoded[-1]) > MAX_EVENT_DATA_BYTES:
+            raise invalid(f"event_data {index} of {len(encoded[-1])} bytes: at most 1 MiB")
     return encoded
 
 
 def namespace_from_proto(message: types.Namespace) -> Namespace:
     """The namespace, its shard_bytes spread to one number a shard."""
+    world = message.kv_world_size
+    if not 1 <= world <= MAX_KV_WORLD_SIZE:
+        raise invalid(f"kv_world_size {world}: from 1 to {MAX_KV_WORLD_SIZE}")
     groups = []
     for group in message.groups:
         if group.kind not in (kind.value for kind in GroupKind):
             raise invalid(f"kind {group.kind} of group {group_idx(group)}: name what it needs")
         sizes = tuple(group.shard_bytes)
         if len(sizes) == 1:
-            sizes *= message.kv_world_size
-        if len(sizes) != message.kv_world_size:
+            sizes *= world
+        if len(sizes) != world:
             raise invalid(
                 f"{len(sizes)} shard_bytes of group {group_idx(group)}: one, or kv_world_size "
-                f"({message.kv_world_size}) of them"
+                f"({world}) of them"
             )
         groups.append(Group(group_idx(group), GroupKind(group.kind), group.window_tokens, sizes))
     return Namespace(
         name=message.name,
         chunk_tokens=message.chunk_tokens,
-        kv_world_size=message.kv_world_size,
+        kv_world_size=world,
         groups=tuple(groups),
         labels=dict(message.labels),
     )

@@ -1,0 +1,115 @@
+"""How many entries the lists of a request may have, looked at before any of the entries.
+
+Each costs something for every entry, and 4 MiB hold two million of them: enough to stop the event
+loop, and with it everybody else, for seconds. Every list of every request is in ``MOST``, which a
+test compares with the protocol.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any, NamedTuple
+
+from google.protobuf.message import Message
+
+from kvdock_server.core import MAX_KEYS, MAX_LOCK_RANGES, MAX_READERS
+from kvdock_server.errors import invalid
+from kvdock_server.index.namespace import MAX_GROUPS, MAX_KV_WORLD_SIZE, MAX_LABELS
+
+MAX_REGIONS = 4_096
+"""Pieces of a block, over all groups: a dozen for each layer of the deepest models."""
+MAX_ALLOCATIONS = 4_096
+MAX_NAMESPACES = 4_096
+"""As many as a server knows."""
+
+_PACKAGE = "kvdock.v1."
+
+
+class Limit(NamedTuple):
+    """What a whole message may have of one field's entries. ``most`` None: see there."""
+
+    least: int
+    most: int | None
+
+
+_KEYS = Limit(1, MAX_KEYS)
+_EVENT_DATA = Limit(0, MAX_KEYS)
+# As many as the keys have blocks, which is compared before they are looked at (rpc/fields.py).
+_BLOCK_IDS = Limit(0, None)
+
+MOST: dict[str, Limit] = {
+    "CommitRequest.chunks": Limit(0, MAX_KEYS),
+    "FreeLocksRequest.locks": Limit(0, MAX_LOCK_RANGES),
+    "GetRequest.keys": _KEYS,
+    "Group.shard_bytes": Limit(0, MAX_GROUPS * MAX_KV_WORLD_SIZE),
+    "GroupMemory.regions": Limit(0, MAX_REGIONS),
+    "LookupRequest.keys": _KEYS,
+    "Namespace.groups": Limit(1, MAX_GROUPS),
+    "Namespace.labels": Limit(0, MAX_LABELS),
+    "PutOpen.event_data": _EVENT_DATA,
+    "PutOpen.keys": _KEYS,
+    "RegisterMemoryRequest.allocations": Limit(0, MAX_ALLOCATIONS),
+    "RegisterMemoryRequest.groups": Limit(0, MAX_GROUPS),
+    "ReserveRequest.event_data": _EVENT_DATA,
+    "ReserveRequest.keys": _KEYS,
+    "RetrieveRequest.also_fill": Limit(0, MAX_READERS - 1),
+    "RetrieveRequest.block_ids": _BLOCK_IDS,
+    "StoreRequest.block_ids": _BLOCK_IDS,
+    "StoreRequest.event_data": _EVENT_DATA,
+    "StoreRequest.keys": _KEYS,
+    "StreamKVEventsRequest.namespaces": Limit(0, MAX_NAMESPACES),
+}
+
+OPAQUE = frozenset({"ChunkEventData"})
+"""Messages that are kept encoded, so that nobody looks into them but by their bytes (verbs.py)."""
+
+
+def check(message: Message) -> None:
+    """RequestError (INVALID_ARGUMENT) if a list in the message is too short or too long."""
+    counts: Counter[str] = Counter()
+    level = [message]
+    while level:
+        deeper: list[Message] = []
+        for one in level:
+            for field in _fields(one.DESCRIPTOR):
+                value = getattr(one, field.name)
+                if field.is_list:
+                    counts[field.label] += len(value)
+                    _compare(field.label, counts[field.label])
+                    if field.is_deep:
+                        deeper.extend(value)
+                elif one.HasField(field.name):
+                    deeper.append(value)
+        level = deeper
+
+
+def _compare(label: str, count: int) -> None:
+    least, most = MOST[label]
+    if most is not None and not least <= count <= most:
+        name = label.partition(".")[2]
+        hint = "; split longer prompts" if name == "keys" else ""
+        raise invalid(f"{count} {name}: from {least} to {most}{hint}")
+
+
+class _Field(NamedTuple):
+    """A field to look at: a list, or a message with lists in it. ``is_deep``: both."""
+
+    name: str
+    label: str
+    is_list: bool
+    is_deep: bool
+
+
+@functools.cache
+def _fields(descriptor: Any) -> tuple[_Field, ...]:
+    """The fields of a message that are lists or have lists in them."""
+    found = []
+    for field in descriptor.fields:
+        inner = field.message_type
+        is_map = inner is not None and inner.GetOptions().map_entry
+        is_deep = inner is not None and not is_map and bool(_fields(inner))
+        if field.is_repeated or is_deep:
+            label = field.full_name.removeprefix(_PACKAGE)
+            found.append(_Field(field.name, label, field.is_repeated, is_deep))
+    return () if descriptor.name in OPAQUE else tuple(found)
