@@ -39,12 +39,12 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class Segment:
     """One named piece of shared memory, mapped into this process.
 
-    ``address`` is where it is mapped, and ``view`` are its bytes. No page is backed by memory until
-    ``fault_in``. To touch a page before that could kill the process if /dev/shm is full.
+    ``address`` is where it is mapped, ``view`` its bytes. Nothing is backed by memory until
+    ``fault_in``; touching a page before that could kill the process where /dev/shm is full.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Make and map a segment of ``nbytes``. PoolError if that is beyond a memory limit."""
+        """Make and map a segment of ``nbytes``; PoolError if there is less memory."""
         check_memory_limits(nbytes)
         self.nbytes = nbytes
         self.shm_name = f"/{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
@@ -141,17 +141,17 @@ class Segment:
 
 
 def reclaim_stale_segments() -> list[str]:
-    """Remove this user's segments whose server is gone. Returns their names."""
+    """Remove this user's segments whose server is gone; their names."""
     removed = []
     for path in SHM.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # removed meanwhile, or another user's
+            continue  # gone meanwhile, or not ours after all
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # its server is alive
+            continue  # a live server's
         else:
             path.unlink(missing_ok=True)
             removed.append(path.name)
