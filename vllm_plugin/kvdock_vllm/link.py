@@ -71,7 +71,7 @@ class Link(Generic[Prepared]):
         self._autostart = autostart
         self._changed = threading.Condition()
         self._current: Live[Prepared] | None = None
-        self._failure: str | None = "it was not tried yet"
+        self._failure: str | None = "it has not begun to connect"
         self._awaited: dict[int, float] = {}
         """Epochs that were waited for since there was a session, and since when."""
         self._renewals = 0
@@ -135,7 +135,7 @@ class Link(Generic[Prepared]):
         with self._changed:
             self._closing = True
             self._current = None
-            self._failure = "it was closed"
+            self._failure = "it has been closed"
             self._changed.notify_all()
         self._attempt_now.set()
         if self._thread.ident is not None:
