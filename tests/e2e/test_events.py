@@ -22,7 +22,7 @@ import zmq
 from enginekit import EngineProcess, Request
 from modelkit import DeepseekV2, Gemma3, Llama, Shape, make_adapter, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
-from tests.eventkit import Consumer, assert_differ_in_place_only, decode, stored_blocks
+from tests.eventkit import assert_differ_in_place_only, decode, stored_blocks
 
 from kvdock import Client
 from kvdock.keys import chunk_keys
@@ -110,7 +110,6 @@ class Subscriber:
         self.heard = Heard()
         self.events: list[Any] = []
         """What came, in vLLM's own types."""
-        self.consumer = Consumer()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -127,9 +126,7 @@ class Subscriber:
             (number,) = struct.unpack(">q", sequence)
             assert self._next in (None, number)
             self._next = number + 1
-            for typed in decode(payload):
-                self.events.append(typed)
-                self.consumer.take(typed)
+            self.events += decode(payload)
             _, events, *_ = msgspec.msgpack.decode(payload)
             for event in events:
                 self._take(event)
@@ -138,6 +135,8 @@ class Subscriber:
         kind = event["type"]
         self.heard.kinds[f"{kind} {event.get('medium')}"] += 1
         if kind == "AllBlocksCleared":
+            # Of this engine, on every medium.
+            self.heard.there.clear()
             return
         step, events = (1, self.heard.stored) if kind == "BlockStored" else (-1, self.heard.removed)
         events.append(event)
@@ -385,17 +384,16 @@ def test_a_block_is_told_as_the_engine_tells_it(tmp_path: Path) -> None:
         assert {block["lora_id"] for block in ours.values()} == {None, 1}
 
         # When the engine clears its cache, consumers drop what it has on every medium.
-        consumer = subscriber.consumer
-        there = consumer.on("CPU")
+        there = subscriber.heard.on("CPU")
         assert engine.reset_prefix_cache()
         until(engine, subscriber, lambda heard: heard.kinds[CLEARED] == 1, "cleared")
-        assert consumer.on("CPU") == there
-        assert not {(0, name) for name in ours} & consumer.on("GPU")
+        assert subscriber.heard.on("CPU") == there == ours.keys()
+        assert not subscriber.heard.on("GPU") & ours.keys()
         (again,) = engine.generate(requests[0])
         assert again.num_cached_tokens == 2 * CHUNK
         assert engine.reset_prefix_cache(reset_connector=True)
         until(engine, subscriber, lambda heard: heard.kinds[CLEARED] == 2, "cleared again")
-        assert not consumer.on("CPU")
+        assert not subscriber.heard.on("CPU")
         engine.generate(Request(random_prompt(CHUNK + 1, seed=2), max_tokens=8))
-        until(engine, subscriber, lambda _: len(consumer.on("CPU")) == CHUNK // 32, "one chunk")
+        until(engine, subscriber, lambda heard: len(heard.on("CPU")) == CHUNK // 32, "one chunk")
         assert "ERROR" not in engine.log_text

@@ -5,9 +5,10 @@ in the same words, with vLLM's own scheduler, event types and msgpack.
 from __future__ import annotations
 
 import random
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from simkit import ASK, C, StartEngine, StartServer, prompt
+from simkit import ASK, C, StartEngine, prompt
 from simulator import BLOCK_TOKENS, SimulatedEngine, _sha256
+from tests.conftest import ServerProcess
 from tests.eventkit import Block, Consumer, assert_differ_in_place_only, decode, stored_blocks
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
@@ -94,21 +96,35 @@ class Watched:
             self.engine.step()
 
 
-@pytest.fixture
-def event_server(start_server: StartServer) -> Any:
-    return start_server("--chunk-tokens", str(C), "--event-log", "16MiB")
+@pytest.fixture(scope="module")
+def event_server() -> Iterator[ServerProcess]:
+    """A server that keeps a log."""
+    # Not pytest's folders: a socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
+        arguments = ("--memory", "64MiB", "--chunk-tokens", str(C), "--event-log", "16MiB")
+        server = ServerProcess(Path(folder) / "s.sock", *arguments)
+        yield server
+        server.stop()
 
 
 @pytest.fixture
-def watch(
-    event_server: Any, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Watched]:
+def kvdock(event_server: ServerProcess) -> ServerProcess:
+    """The same, which has nothing yet."""
+    if event_server.process.poll() is not None:
+        event_server.start()
+    with Client(event_server.address) as client:
+        client.clear()
+    return event_server
+
+
+@pytest.fixture
+def watch(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Watched]:
     # Else vLLM 0.26 makes the hashes of each engine in another way.
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
     def start(**arguments: Any) -> Watched:
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        engine = start_engine(address=event_server.address, kv_events_config=events, **arguments)
+        engine = start_engine(kv_events_config=events, **arguments)
         return Watched(engine, Publisher(engine))
 
     return start
@@ -226,13 +242,13 @@ def test_nothing_is_told_again_that_was_cleared_with_the_engines_cache(
 
 
 def test_nothing_is_told_again_that_is_to_be_cleared_once_there_is_a_server(
-    watch: Callable[..., Watched], event_server: Any
+    watch: Callable[..., Watched], kvdock: ServerProcess
 ) -> None:
     watched = watch()
     engine, blocks = watched.engine, TOKENS // BLOCK_TOKENS
     engine.generate(prompt(TOKENS))
     watched.until(lambda: watched.on("CPU") == blocks, "all blocks on the CPU")
-    event_server.kill()
+    kvdock.kill()
     link = engine.connector._of_scheduler._link
     watched.until(lambda: link.current is None, "without a server")
     assert watched.on("CPU") == blocks
@@ -246,12 +262,12 @@ def test_nothing_is_told_again_that_is_to_be_cleared_once_there_is_a_server(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_consumer_knows_what_the_server_has_whatever_is_cleared(
-    watch: Callable[..., Watched], event_server: Any, seed: int
+    watch: Callable[..., Watched], kvdock: ServerProcess, seed: int
 ) -> None:
     watched, chance = watch(), random.Random(seed)
     engine, consumer = watched.engine, watched.publisher.consumer
 
-    with Client(event_server.address) as client:
+    with Client(kvdock.address) as client:
 
         def blocks_there() -> int:
             names = [entry.namespace.name for entry in client.namespaces()]
