@@ -7,6 +7,8 @@ HTTP server's, but the state belongs to the event loop, so the reading is done t
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -21,6 +23,8 @@ from prometheus_client.registry import Collector
 from kvdock_server import __version__
 from kvdock_server.core import Core
 from kvdock_server.pool.pool import Pool
+
+logger = logging.getLogger(__name__)
 
 # A loop that is busy for longer has worse trouble than a scrape that fails.
 _READ_SECONDS: Final = 5.0
@@ -48,6 +52,7 @@ class MetricsEndpoint:
             )
         except OSError as error:
             raise RuntimeError(f"metrics_listen {listen}: {error.strerror or error}") from None
+        self._server.handle_error = _connection_broke  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Stop listening. Waits for a scrape under way, so not on the event loop."""
@@ -55,6 +60,11 @@ class MetricsEndpoint:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
+
+
+def _connection_broke(request: object, client_address: object) -> None:
+    """In the place of a traceback on stderr. It was the client's mostly: a reset, for one."""
+    logger.info("a connection from %s to the metrics broke: %r", client_address, sys.exception())
 
 
 class _Collector(Collector):

@@ -70,8 +70,9 @@ class SessionServiceStub(typing.Generic[_SessionServiceSessionType]):
     in the order in which they are sent.
 
     A request that fails answers with an Error; the stream goes on. The stream itself ends with
-    INVALID_ARGUMENT if the first message is not a valid open, DEADLINE_EXCEEDED (STALLED) if none comes,
-    and UNAVAILABLE (DRAINING) when the server stops.
+    INVALID_ARGUMENT if the first message is not a valid open or any message cannot be decoded,
+    DEADLINE_EXCEEDED (STALLED) if no first message comes, and UNAVAILABLE (DRAINING) when the server
+    stops.
 
     A session that is silent for its TTL expires: its locks are freed and each further request
     fails with SESSION_EXPIRED. What it was storing may be stored by others at once, but the memory
@@ -104,8 +105,9 @@ class SessionServiceServicer(metaclass=abc.ABCMeta):
         in the order in which they are sent.
 
         A request that fails answers with an Error; the stream goes on. The stream itself ends with
-        INVALID_ARGUMENT if the first message is not a valid open, DEADLINE_EXCEEDED (STALLED) if none comes,
-        and UNAVAILABLE (DRAINING) when the server stops.
+        INVALID_ARGUMENT if the first message is not a valid open or any message cannot be decoded,
+        DEADLINE_EXCEEDED (STALLED) if no first message comes, and UNAVAILABLE (DRAINING) when the server
+        stops.
 
         A session that is silent for its TTL expires: its locks are freed and each further request
         fails with SESSION_EXPIRED. What it was storing may be stored by others at once, but the memory

@@ -19,6 +19,7 @@ from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.admin import AdminService
 from kvdock_server.rpc.cache import CacheService, add_cache_service
 from kvdock_server.rpc.copies import Copies
+from kvdock_server.rpc.decoding import DecodingInterceptor
 from kvdock_server.rpc.events import add_event_service
 from kvdock_server.rpc.reflection import add_reflection
 from kvdock_server.rpc.session import SessionService
@@ -51,7 +52,7 @@ class Server:
 
     def __init__(self, core: Core, pool: Pool, transfers: GpuTransfers, chunk_tokens: int) -> None:
         copies = Copies(core, transfers)
-        self._grpc = grpc.aio.server(options=_OPTIONS)
+        self._grpc = grpc.aio.server(options=_OPTIONS, interceptors=[DecodingInterceptor()])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         add_cache_service(self._grpc, CacheService(core, pool, copies))

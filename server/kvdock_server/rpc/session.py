@@ -74,6 +74,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             ending.cancel()
             serving.cancel()
         (ended,) = await asyncio.gather(serving, return_exceptions=True)
+        if isinstance(ended, RequestError):
+            raise ended  # a message that is none
         if isinstance(ended, Exception):
             # Mostly a client that is gone while it is being answered.
             logger.info("a session's stream broke: %r", ended)
