@@ -36,6 +36,23 @@ class _Told:
         self.waiting: dict[tuple[Chunk, int], dict[Part, None]] = {}
         self.data: dict[Part, bytes] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is known of any part."""
+        return not (self.announced or self.data or self.waiting)
+
+    def forget(self, part: Part) -> Event | None:
+        """Forget a part; the event that announced it, if it was announced."""
+        self.data.pop(part, None)
+        announced = self.announced.pop(part, None)
+        before = _before(part)
+        if announced is None and before in self.waiting:
+            siblings = self.waiting[before]
+            siblings.pop(part, None)
+            if not siblings:
+                del self.waiting[before]
+        return announced
+
 
 class Publisher:
     """Watches an index and appends to the log what readers are to know."""
@@ -45,11 +62,12 @@ class Publisher:
         self.log = log
         self.subscribers = Subscribers(log)
         self._told: dict[NamespaceIndex[Chunk], _Told] = {}
+        self._cleared: dict[NamespaceIndex[Chunk], _Told] = {}
 
     def describe(self, outcomes: Sequence[ReserveStatus | Slot], data: Sequence[bytes]) -> None:
         """Note what a store tells about the chunks that it reserved, one encoded message each."""
         for outcome, one in zip(outcomes, data, strict=True):
-            if isinstance(outcome, Slot):
+            if isinstance(outcome, Slot) and not outcome.part.is_gone:
                 self._of(outcome.part.chunk.space).data.setdefault(outcome.part, one)
 
     def snapshot(self, namespaces: Sequence[str] = ()) -> list[Event]:
@@ -85,27 +103,25 @@ class Publisher:
     def removed(self, part: Part) -> None:
         """A part left the index, visible or not."""
         space = part.chunk.space
-        told = self._told.get(space)
+        told = self._cleared.get(space) if space.is_cleared else self._told.get(space)
         if told is None:
             return
-        told.data.pop(part, None)
-        announced = told.announced.pop(part, None)
-        if announced is not None:
-            gone = RemovedPart(part.chunk.key, _group(part), announced)
-            self._append(event.removed(space.namespace.name, gone))
-            return
-        before = _before(part)
-        if before in told.waiting:
-            siblings = told.waiting[before]
-            siblings.pop(part, None)
-            if not siblings:
-                del told.waiting[before]
+        announced = told.forget(part)
+        if not space.is_cleared:
+            if announced is not None:
+                gone = RemovedPart(part.chunk.key, _group(part), announced)
+                self._append(event.removed(space.namespace.name, gone))
+        elif told.is_empty:
+            del self._cleared[space]
 
     def cleared(self, space: NamespaceIndex[Chunk]) -> None:
-        """All parts of a namespace are about to leave the index."""
+        """All parts of a namespace are invisible from now on, and leave the index one by one."""
         told = self._told.pop(space, None)
-        if told is not None and told.announced:
+        if told is None or told.is_empty:
+            return
+        if told.announced:
             self._append(event.cleared(space.namespace.name))
+        self._cleared[space] = told
 
     def _announce(self, told: _Told, part: Part) -> None:
         chunk = part.chunk
