@@ -36,10 +36,14 @@ class Mode(Enum):
 
 @dataclass(eq=False)
 class Reservation:
-    """Memory that a session is writing to; ``open`` has the slots by their index in the request."""
+    """Memory that a session is writing to; ``open`` has the slots by their index in the request.
+
+    Once it is ``disowned`` others may store the chunks.
+    """
 
     reservation_id: int
     open: dict[int, Slot]
+    disowned: bool = False
 
 
 @dataclass(eq=False)

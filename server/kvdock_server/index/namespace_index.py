@@ -13,12 +13,26 @@ from kvdock_server.index.namespace import Namespace
 ChunkT = TypeVar("ChunkT")
 
 
+class Cursor(Generic[ChunkT]):
+    """The chunk at which a walk through all of them goes on, None at the end."""
+
+    def __init__(self, at: ChunkT | None) -> None:
+        self.at = at
+
+
 class NamespaceIndex(Generic[ChunkT]):
-    """A registered namespace and its chunks, in the order in which they were first reserved."""
+    """A registered namespace and its chunks, in the order in which they were first reserved.
+
+    ``first_child`` is the first of those that extend no other; they are linked to one another.
+    Once ``is_cleared`` another has taken its place, and what is still in it is on its way out.
+    """
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
         self.chunks: dict[bytes, ChunkT] = {}
+        self.first_child: ChunkT | None = None
+        self.cursors: list[Cursor[ChunkT]] = []
+        self.is_cleared = False
         self.visible_parts = 0
         self.sealed_bytes = 0
 

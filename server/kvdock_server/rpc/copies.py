@@ -17,6 +17,7 @@ from kvdock_server.index.index import Slot
 from kvdock_server.rpc import fields, verbs
 from kvdock_server.rpc.loads import Loads
 from kvdock_server.rpc.memory import RegisteredMemory
+from kvdock_server.rpc.turns import in_turns
 from kvdock_server.sessions import Mode, Session
 from kvdock_server.transfer import DeviceMemoryError, GpuTransfers, TransferFailedError
 
@@ -44,14 +45,16 @@ class Copies:
         blocks = fields.block_ids(request.block_ids, layout, len(request.keys), skip_blocks=0)
         event = fields.ready_event(request.ready_event)
         deadline = fields.deadline(request, self._core.clock())
-        outcomes = self._core.reserve(
-            session,
-            request.namespace,
-            verbs.group_idx(request),
-            session.kv_worker_id,
-            request.parent_key,
-            request.keys,
-            verbs.event_data(self._core, request),
+        outcomes = await in_turns(
+            self._core.reserve_in_steps(
+                session,
+                request.namespace,
+                verbs.group_idx(request),
+                session.kv_worker_id,
+                request.parent_key,
+                request.keys,
+                verbs.event_data(self._core, request),
+            )
         )
         slots = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, Slot)}
         statuses = [
@@ -73,14 +76,12 @@ class Copies:
                 if self._core.clock() >= deadline:
                     raise TransferFailedError("the copy ended after the deadline")
                 self._core.counters.device_to_host_bytes += len(slots) * layout.chunk_bytes
-            for index in list(slots):
-                if self._core.seal(slots.pop(index)):
-                    statuses[index] = types.CHUNK_STATUS_STORED
+            for index in await in_turns(self._core.seal_all(slots)):
+                statuses[index] = types.CHUNK_STATUS_STORED
         except (TransferFailedError, DeviceMemoryError) as error:
             logger.warning("a store of %d chunks failed: %s", len(slots), error)
         finally:
-            for slot in slots.values():
-                self._core.give_back(slot)
+            self._core.give_back_all(slots.values())
         return pb.StoreResponse(epoch=self._core.epoch, statuses=statuses)
 
     async def retrieve(

@@ -1,7 +1,8 @@
 """The verbs as functions from message to message.
 
 CacheService and the session stream share them: ``VERBS`` has, for each kind of request that is
-answered at once, the function that answers it.
+answered at once, the function that answers it, ``VERBS_IN_STEPS`` those for which others wait no
+longer than for a step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvdock_server.index.namespace import (
     Namespace,
 )
 from kvdock_server.sessions import Mode, Session
+from kvdock_server.steps import Steps
 
 MAX_EVENT_DATA_BYTES = 1 << 20
 MAX_BLOCK_HASHES = MAX_CHUNK_TOKENS
@@ -86,9 +88,11 @@ def free_locks(
     return pb.FreeLocksResponse(epoch=core.epoch, released=released)
 
 
-def reserve(core: Core, session: Session | None, request: pb.ReserveRequest) -> pb.ReserveResponse:
+def reserve(
+    core: Core, session: Session | None, request: pb.ReserveRequest
+) -> Steps[pb.ReserveResponse]:
     session = check_session(session, Mode.SHARED)
-    outcomes = core.reserve(
+    outcomes = yield from core.reserve_in_steps(
         session,
         request.namespace,
         group_idx(request),
@@ -109,12 +113,15 @@ def reserve(core: Core, session: Session | None, request: pb.ReserveRequest) -> 
             response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
         else:
             response.chunks.add(status=RESERVE_STATUS[outcome])
+        yield
     return response
 
 
-def commit(core: Core, session: Session | None, request: pb.CommitRequest) -> pb.CommitResponse:
+def commit(
+    core: Core, session: Session | None, request: pb.CommitRequest
+) -> Steps[pb.CommitResponse]:
     session = check_session(session, Mode.SHARED)
-    sealed = core.commit(session, request.reservation_id, request.chunks)
+    sealed = yield from core.commit_in_steps(session, request.reservation_id, request.chunks)
     return pb.CommitResponse(
         epoch=core.epoch,
         statuses=[
@@ -123,14 +130,15 @@ def commit(core: Core, session: Session | None, request: pb.CommitRequest) -> pb
     )
 
 
-def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> pb.AbortResponse:
+def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> Steps[pb.AbortResponse]:
     session = check_session(session, Mode.SHARED)
-    return pb.AbortResponse(epoch=core.epoch, aborted=core.abort(session, request.reservation_id))
+    aborted = yield from core.abort_in_steps(session, request.reservation_id)
+    return pb.AbortResponse(epoch=core.epoch, aborted=aborted)
 
 
 def retrieve_shared(
     core: Core, session: Session | None, request: pb.RetrieveRequest
-) -> pb.RetrieveResponse:
+) -> Steps[pb.RetrieveResponse]:
     """Retrieve for clients that copy by themselves: where the chunks lie."""
     by_server = request.block_ids or request.skip_blocks or request.ready_event
     if by_server or request.also_fill or request.HasField("filled_by"):
@@ -153,15 +161,16 @@ def retrieve_shared(
         else:
             location = types.Location(offset=shard.offset, length=shard.nbytes)
             response.chunks.add(status=types.CHUNK_STATUS_RETRIEVED, location=location)
+        yield
     return response
 
 
-Verb = Callable[[Core, Session | None, Any], Any]
-
-VERBS: dict[str, Verb] = {
+VERBS: dict[str, Callable[[Core, Session | None, Any], Any]] = {
     "register_namespace": register_namespace,
     "lookup": lookup,
     "free_locks": free_locks,
+}
+VERBS_IN_STEPS: dict[str, Callable[[Core, Session | None, Any], Steps[Any]]] = {
     "reserve": reserve,
     "commit": commit,
     "abort": abort,
