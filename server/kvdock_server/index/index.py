@@ -298,7 +298,7 @@ class Index:
         self._reclaimer.sealed[slot.offset] = part
         self.reserved_bytes -= self._slots.slot_bytes(nbytes)
         self.sealed_bytes += self._slots.slot_bytes(nbytes)
-        space.sealed_bytes += nbytes
+        space.usage.sealed_bytes += nbytes
         if part.sealed_shards == len(part.slots):
             part.visible = True
             part.last_used = self._now
@@ -383,8 +383,7 @@ class Index:
         for space in full:
             for watcher in self.watchers:
                 watcher.cleared(space)
-            space.is_cleared = True
-            self._spaces[space.namespace.name] = NamespaceIndex(space.namespace)
+            self._spaces[space.namespace.name] = space.clear()
         visible = sum(space.visible_parts for space in full)
         self.backlog.add(self._remove_all(full))
         return visible
@@ -473,5 +472,5 @@ class Index:
                 self._slots.free(offset)
                 del self._reclaimer.sealed[offset]
                 self.sealed_bytes -= self._slots.slot_bytes(nbytes)
-                space.sealed_bytes -= nbytes
+                space.usage.sealed_bytes -= nbytes
                 part.slots[shard] = NO_SLOT
