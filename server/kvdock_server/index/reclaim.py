@@ -65,7 +65,6 @@ class Reclaimer:
         None if that cannot be. ``now`` is the use for which it is wanted.
         """
         slot_bytes = self._slots.slot_bytes(size)
-        windows = self._windows
         while True:
             offset = self._slots.allocate(size)
             if offset is not None:
@@ -74,27 +73,39 @@ class Reclaimer:
                 yield
                 continue
             own = yield from self._first_of(self._policies_for(slot_bytes))
-            before = own.last_used if own is not None else (yield from self._half_time(now))
-            if (yield from windows.empty_window(slot_bytes, before, now)):
-                continue
-            offset = self._slots.allocate_anywhere(size)
+            if own is None:
+                return (yield from self._take_from_others(slot_bytes, now))
+            offset = yield from self._take_from_older(own, slot_bytes, now)
             if offset is not None:
                 return offset
-            if own is None:
-                if not (
-                    (yield from windows.empty_window(slot_bytes, now, now, at_any_cost=True))
-                    or (yield from windows.empty_gap(slot_bytes, now, now, at_any_cost=True))
-                ):
-                    return None
-                continue
+            if own.is_evictable:  # also after what others did meanwhile
+                self._evict(own.chunk, own)
+            yield
+
+    def _take_from_older(self, own: Part, slot_bytes: int, now: int) -> Steps[int | None]:
+        """A slot, where one of that size could go: all that leaves is older, or about as old."""
+        offset = yield from self._windows.empty_window(slot_bytes, own.last_used, now)
+        if offset is None:
+            offset = self._slots.allocate_anywhere(slot_bytes)
+        if offset is None:
             twice_as_old = own.last_used - (now - own.last_used)
-            if not (
-                (yield from windows.empty_gap(slot_bytes, twice_as_old, now))
-                or (yield from windows.rebuild_around(own, slot_bytes, now))
-            ):
-                if own.is_evictable:
-                    self._evict(own.chunk, own)
-                yield
+            offset = yield from self._windows.empty_gap(slot_bytes, twice_as_old, now)
+        if offset is None:
+            offset = yield from self._windows.rebuild_around(own, slot_bytes, now)
+        return offset
+
+    def _take_from_others(self, slot_bytes: int, now: int) -> Steps[int | None]:
+        """A slot, where none of that size may go."""
+        first = yield from self._first_of(list(self._policies.values()))
+        half_time = (first.last_used + now) // 2 if first is not None else 0
+        offset = yield from self._windows.empty_window(slot_bytes, half_time, now)
+        if offset is None:
+            offset = self._slots.allocate_anywhere(slot_bytes)
+        if offset is None:
+            offset = yield from self._windows.empty_window(slot_bytes, now, now, at_any_cost=True)
+        if offset is None:
+            offset = yield from self._windows.empty_gap(slot_bytes, now, now, at_any_cost=True)
+        return offset
 
     # The order of parts
 
@@ -127,11 +138,6 @@ class Reclaimer:
             if part is not None and (first is None or part.last_used < first.last_used):
                 first = part
         return first
-
-    def _half_time(self, now: int) -> Steps[int]:
-        """Half of the time since the part that is to go first was used; 0 if none may go."""
-        first = yield from self._first_of(list(self._policies.values()))
-        return (first.last_used + now) // 2 if first is not None else 0
 
 
 def _is_evictable(part: Part) -> bool:

@@ -84,52 +84,54 @@ class Windows:
 
     def empty_window(
         self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
-    ) -> Steps[bool]:
-        """Let a window serve slots of a size, which has none there; all there was used before.
+    ) -> Steps[int | None]:
+        """A slot in a window that served no slots of that size, and in which all was used before.
 
-        False if there is none. ``now`` is the use for which it is wanted.
+        None if there is none. ``now`` is the use for which it is wanted.
         """
         kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
         return (yield from self._empty_one(kind, before, now, at_any_cost))
 
     def empty_gap(
         self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
-    ) -> Steps[bool]:
-        """Likewise free slabs that are no window, for a makeshift run."""
+    ) -> Steps[int | None]:
+        """Likewise in a makeshift run, in slabs that need be no window."""
         shortest = self._slots.shortest(slot_bytes)
         if shortest == self._slots.window_slabs(slot_bytes) == 1:
-            return False  # all are windows
+            return None  # all are windows
         kind = _Kind(slot_bytes, shortest, are_windows=False)
         return (yield from self._empty_one(kind, before, now, at_any_cost))
 
-    def rebuild_around(self, own: Part, slot_bytes: int, now: int) -> Steps[bool]:
-        """If a part lies in a makeshift run, let the window around it serve slots of that size.
+    def rebuild_around(self, own: Part, slot_bytes: int, now: int) -> Steps[int | None]:
+        """If a part lies in a makeshift run, a slot in the window around it, which is emptied.
 
         Once all that is there is about as old as the part: of its size, used before half of the
         time since the part was; of others, before the part. And no more chunks lie there than
-        there are slots then; those that extend them leave their own. False if it is not so.
+        there are slots then; those that extend them leave their own. None if it is not so.
         """
         kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
         makeshift = self._makeshift_run(own, slot_bytes)
         half_time = (own.last_used + now) // 2
         if makeshift is None or makeshift.not_before >= half_time:
-            return False
+            return None
         first = self._slots.window_of(makeshift.base, slot_bytes)
         runs = self._slots.runs_in(first, kind.slabs) if first is not None else None
         makeshift.not_before = half_time
         if first is None or runs is None:
-            return False
+            return None
         slots = kind.slabs * self._slots.slab_bytes // slot_bytes
         most = _CHUNKS_FOR_A_SLOT * slots
         mine = yield from self._look_into([r for r in runs if r.slot_bytes == slot_bytes], most)
         others = yield from self._look_into([r for r in runs if r.slot_bytes != slot_bytes], most)
         if mine is None or others is None or max(mine.chunks, others.chunks) > most:
-            return False
+            return None
         contents = _Contents.of(mine, others)
         if mine.newest >= half_time or others.newest >= own.last_used:
             makeshift.not_before = contents.newest
-            return False
-        return len(contents.roots) <= slots and (yield from self._empty(kind, first, contents))
+            return None
+        if len(contents.roots) > slots:
+            return None
+        return (yield from self._empty(kind, first, contents))
 
     def _makeshift_run(self, own: Part, slot_bytes: int) -> Run | None:
         for offset in own.slots:
@@ -140,13 +142,16 @@ class Windows:
 
     # Choosing
 
-    def _empty_one(self, kind: _Kind, before: int, now: int, at_any_cost: bool) -> Steps[bool]:
+    def _empty_one(
+        self, kind: _Kind, before: int, now: int, at_any_cost: bool
+    ) -> Steps[int | None]:
         while True:
             chosen = yield from self._choose(kind, before, now, at_any_cost)
             if chosen is None:
-                return False
-            if (yield from self._empty(kind, *chosen)):
-                return True
+                return None
+            offset = yield from self._empty(kind, *chosen)
+            if offset is not None:
+                return offset
 
     def _choose(
         self, kind: _Kind, before: int, now: int, at_any_cost: bool
@@ -246,22 +251,22 @@ class Windows:
 
     # Emptying
 
-    def _empty(self, kind: _Kind, first: int, contents: _Contents) -> Steps[bool]:
-        """Empty a place, and let a window serve slots of its size; False if others came between."""
+    def _empty(self, kind: _Kind, first: int, contents: _Contents) -> Steps[int | None]:
+        """Empty a place for slots of its size; one of them, None if others came between."""
         if self._slots.runs_in(first, kind.slabs) is None:
-            return False
+            return None
         self._slots.claim(first, kind.slabs)
         try:
             for root in contents.roots:
                 if not (yield from self._evict_all(root, contents.newest)):
-                    return False
+                    return None
             if not self._slots.is_empty(first, kind.slabs):
-                return False
+                return None
             if kind.are_windows:
-                self._slots.start_run(first, kind.slabs, kind.slot_bytes)
-            return True
+                return self._slots.start_run(first, kind.slabs, kind.slot_bytes)
         finally:
             self._slots.release(first, kind.slabs)
+        return self._slots.allocate_anywhere(kind.slot_bytes)
 
     def _evict_all(self, root: Chunk, newest: int) -> Steps[bool]:
         """Evict a chunk and what extends it, children before parents; False if some was used."""

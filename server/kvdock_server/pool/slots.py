@@ -12,6 +12,8 @@ there before. Else it is makeshift, in whatever slabs are free.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 PAGE_BYTES = 4096
 
 # A run may have this many slabs more than its first slot needs, to lose less at its end. Of two
@@ -76,7 +78,8 @@ class SlotAllocator:
         self._free_slabs = bytearray(self.slabs)
         self._claimed: set[int] = set()  # slabs that are being emptied for one size
         self._runs: dict[int, Run] = {}  # by each slab of the run
-        self._partial: dict[int, dict[int, Run]] = {}  # by slot size, then first slab
+        # By slot size, then first slab: runs that have free slots.
+        self._partial: defaultdict[int, dict[int, Run]] = defaultdict(dict)
         self._window_slabs: dict[int, int] = {}  # by slot size
 
     @staticmethod
@@ -98,12 +101,12 @@ class SlotAllocator:
     def allocate(self, size: int) -> int | None:
         """Offset of a slot, from a run that is there or in a free window; None if there is none."""
         slot_bytes = self.slot_bytes(size)
-        partial = self._partial.setdefault(slot_bytes, {})
+        partial = self._partial[slot_bytes]
         if not partial:
             first = self._free_window(self.window_slabs(slot_bytes))
             if first is None:
                 return None
-            self.start_run(first, self.window_slabs(slot_bytes), slot_bytes)
+            return self.start_run(first, self.window_slabs(slot_bytes), slot_bytes)
         return self._take(partial)
 
     def allocate_anywhere(self, size: int) -> int | None:
@@ -121,8 +124,7 @@ class SlotAllocator:
         for slabs in sorted(self._lengths(slot_bytes), key=loss):
             first = self._free_slabs.find(b"\x01" * slabs)
             if first >= 0:
-                self.start_run(first, slabs, slot_bytes, is_makeshift=True)
-                return self._take(self._partial[slot_bytes])
+                return self.start_run(first, slabs, slot_bytes, is_makeshift=True)
         return None
 
     def free(self, offset: int) -> None:
@@ -202,14 +204,17 @@ class SlotAllocator:
 
     def start_run(
         self, first: int, slabs: int, slot_bytes: int, *, is_makeshift: bool = False
-    ) -> None:
-        """Let slabs that are free or claimed, and empty, serve slots of that size."""
+    ) -> int:
+        """Let slabs that are free or claimed, and empty, serve slots of a size; the first slot."""
         run = Run(first, slabs, self.slab_bytes, slot_bytes, is_makeshift=is_makeshift)
         self._claimed.difference_update(run.all_slabs())
         for slab in run.all_slabs():
             self._runs[slab] = run
             self._free_slabs[slab] = 0
-        self._partial.setdefault(slot_bytes, {})[first] = run
+        offset = run.free.pop()
+        if run.free:
+            self._partial[slot_bytes][first] = run
+        return offset
 
     def _is_claimed(self, run: Run) -> bool:
         return bool(self._claimed) and not self._claimed.isdisjoint(run.all_slabs())
