@@ -90,7 +90,7 @@ class Copies:
         """Deliver locked chunks in the way of the session's mode."""
         if session is not None and session.mode is Mode.SERVER:
             return await self._loads.retrieve(session, request)
-        return verbs.retrieve_shared(self._core, session, request)
+        return await in_turns(verbs.retrieve_shared(self._core, session, request))
 
     async def release(self, session: Session) -> None:
         """End the session's copies and let go of its device memory."""
