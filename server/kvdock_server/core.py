@@ -84,10 +84,11 @@ class Core:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = new_id()
-        self.index = Index(slots)
+        self.backlog = Backlog()
+        self.index = Index(slots, self.backlog)
         self.events: Publisher | None = None
         if event_log is not None:
-            self.events = Publisher(self.epoch, Log(event_log), self.index.backlog)
+            self.events = Publisher(self.epoch, Log(event_log), self.backlog)
             self.index.watchers.append(self.events)
         self.leases = LeaseTable(self.index)
         self.sessions = SessionTable()
@@ -95,7 +96,6 @@ class Core:
         self.draining = False
         self.clock = clock
         self._still_mapped = still_mapped
-        self.backlog = Backlog()
         self._reservations: dict[int, Session] = {}
         self._lingering: list[Session] = []
         self._readings = 0
@@ -146,11 +146,6 @@ class Core:
             if silent and not session.expired:
                 session.expired = session.disowned = True
                 self.backlog.add(self._let_go(session))
-
-    def tidy(self) -> Steps[None]:
-        """Carry out what is left of calls that were answered before."""
-        while self.backlog.step() or self.index.backlog.step():
-            yield
 
     def excuse_silence(self, seconds: float) -> None:
         """The server itself was stopped for so long: nobody's silence counts."""
@@ -540,11 +535,11 @@ class Core:
                     break
                 yield from self.leases.release_in_steps(lease, readers=[session.worker_id])
         for reservation in list(session.reservations.values()):
-            if not reservation.disowned:
-                reservation.disowned = True
-                for slot in reservation.open.values():
-                    self.index.disown(slot)
-                    yield
+            while reservation.open:
+                _, slot = reservation.open.popitem()
+                self.index.disown(slot)
+                reservation.disowned.append(slot)
+                yield
 
     def _has_successor(self, session: Session) -> bool:
         """True if the same worker has connected anew, and holds its locks by that session."""
@@ -558,16 +553,18 @@ class Core:
 
     def _free_unmapped(self) -> Steps[None]:
         """Free the memory of ended sessions whose processes cannot write any more."""
-        for session in list(self._lingering):
-            if session.reservations and self._still_mapped(session):
-                continue
+        ready: list[Session] = []
+        waiting: list[Session] = []
+        for session in self._lingering:
+            mapped = session.reservations and self._still_mapped(session)
+            (waiting if mapped else ready).append(session)
+        self._lingering = waiting
+        for session in ready:
             for reservation in list(session.reservations.values()):
-                while reservation.open:
-                    _, slot = reservation.open.popitem()
-                    self.index.free(slot)
+                while reservation.disowned:
+                    self.index.free(reservation.disowned.pop())
                     yield
                 self._forget_if_done(session, reservation)
-            self._lingering.remove(session)
 
     def _reservation(self, session: Session, reservation_id: int) -> Reservation | None:
         owner = self._reservations.get(reservation_id)
@@ -581,7 +578,7 @@ class Core:
         return session.reservations[reservation_id]
 
     def _forget_if_done(self, session: Session, reservation: Reservation) -> None:
-        if not reservation.open:
+        if not reservation.slots:
             session.reservations.pop(reservation.reservation_id, None)
             self._reservations.pop(reservation.reservation_id, None)
 

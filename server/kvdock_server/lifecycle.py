@@ -100,12 +100,12 @@ async def _sweep(core: Core) -> None:
 async def _tidy(core: Core) -> None:
     """Carry out what calls leave behind, as soon as they do."""
     something = asyncio.Event()
-    core.backlog.has_come = core.index.backlog.has_come = something.set
+    core.backlog.has_come = something.set
     while True:
         await something.wait()
         something.clear()
         try:
-            await in_turns(core.tidy())
+            await in_turns(core.backlog.all_steps())
         except Exception:
             logger.exception("tidying up failed; the rest follows")
             something.set()

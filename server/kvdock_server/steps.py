@@ -1,8 +1,8 @@
 """Work in steps, so that whoever carries it out can serve others in between.
 
-Steps are a generator that yields wherever others may have their turn, after a fraction of a
-millisecond's work. Whatever it knew before a yield may have changed after it. Closed before its end
-it undoes what it has to.
+Steps are a generator. It yields after some tens of microseconds of work, where others may have
+their turn. Whatever it knew before a yield may have changed after it. If it is closed before its
+end, it undoes what it has to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, TypeVar
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 
-_STEPS_AT_ONCE: Final = 1_000
+_FIRST_STEPS: Final = 64
 
 
 def at_once(steps: Steps[T]) -> T:
@@ -28,7 +28,7 @@ def at_once(steps: Steps[T]) -> T:
 
 
 class Backlog:
-    """What is left to do for calls that were answered, in the order in which it came.
+    """What is left to do for calls that were answered. All of it goes on in turn.
 
     ``has_come`` is called when something is left.
     """
@@ -41,26 +41,25 @@ class Backlog:
         return len(self._waiting)
 
     def add(self, steps: Steps[None]) -> None:
-        """Begin with something, and leave it to the backlog if it takes long."""
-        begin = not self._waiting
-        self._waiting.append(steps)
-        for _ in range(_STEPS_AT_ONCE if begin else 0):
-            if not self.step():
+        """Do the first steps of something, and leave the rest to the backlog."""
+        for _ in range(_FIRST_STEPS):
+            try:
+                next(steps)
+            except StopIteration:
                 return
+        self._waiting.append(steps)
         self.has_come()
 
     def step(self) -> bool:
         """Carry out one step; False if nothing is left."""
         while self._waiting:
+            steps = self._waiting.popleft()
             try:
-                next(self._waiting[0])
+                next(steps)
             except StopIteration:
-                self._waiting.popleft()
-            except BaseException:
-                self._waiting.popleft()
-                raise
-            else:
-                return True
+                continue
+            self._waiting.append(steps)
+            return True
         return False
 
     def all_steps(self) -> Steps[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Final
 
 from kvdock_server.index.namespace import GroupKind
@@ -154,7 +154,7 @@ class Part:
         return not self.writing and self.sealed_shards == 0
 
 
-def all_chunks(space: NamespaceIndex[Chunk]) -> Iterator[Chunk]:
+def all_chunks(space: NamespaceIndex[Chunk]) -> Generator[Chunk, None, None]:
     """All chunks of a namespace, parents before children. Others may come and go meanwhile."""
     cursor = Cursor(space.first_child)
     space.cursors.append(cursor)

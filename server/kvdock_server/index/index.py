@@ -86,15 +86,20 @@ class Index:
     may be evicted.
     """
 
-    def __init__(self, slots: SlotAllocator, make_policy: MakePolicy = LeastRecentlyUsed) -> None:
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        backlog: Backlog,
+        make_policy: MakePolicy = LeastRecentlyUsed,
+    ) -> None:
         self.totals = Totals()
         self.watchers: list[Watcher] = []
-        self.backlog = Backlog()
         self.sealed_bytes = 0
         self.reserved_bytes = 0
         self.pinned_parts = 0
         self._slots = slots
-        self._reclaimer = Reclaimer(slots, self.backlog, self._evict, make_policy)
+        self._backlog = backlog
+        self._reclaimer = Reclaimer(slots, backlog, self._evict, make_policy)
         self._spaces: dict[str, NamespaceIndex[Chunk]] = {}
         self._pending: dict[Part, float] = {}
         self._now = 0
@@ -239,9 +244,12 @@ class Index:
         statuses: list[ReserveStatus] = []
         parts: list[Part] = []
         offsets: list[int] = []
+        rest = ReserveStatus.NO_SPACE
         try:
             for key in keys:
-                if space.is_cleared:  # while others had their turn
+                # Others may have had their turn.
+                if space.is_cleared or (parent is not None and not parent.is_known):
+                    rest = ReserveStatus.PARENT_MISSING
                     break
                 chunk = space.chunks.get(key)
                 if chunk is None:
@@ -251,6 +259,7 @@ class Index:
                 if part is not None and not part.lacks(shard):
                     part.last_used = now
                     statuses.append(ReserveStatus.EXISTS)
+                    yield
                     continue
                 if part is None:
                     part = Part(chunk, position, space.namespace.kv_world_size)
@@ -274,12 +283,10 @@ class Index:
                 self._stop_waiting(parts.pop(), shard)
             self.give_back_all(map(Slot, parts, repeat(shard), offsets))
             raise
-        rest = len(keys) - len(statuses)
-        if space.is_cleared:
-            statuses += [ReserveStatus.PARENT_MISSING] * rest
-        else:
-            statuses += [ReserveStatus.NO_SPACE] * rest
-            self.totals.no_space += rest
+        left = len(keys) - len(statuses)
+        statuses += [rest] * left
+        if rest is ReserveStatus.NO_SPACE:
+            self.totals.no_space += left
         # Prompts are evicted from their ends, so memory comes in descending order. In ascending
         # order neighbours are copied together.
         slots = map(Slot, parts, repeat(shard), sorted(offsets))
@@ -322,7 +329,7 @@ class Index:
                 self.give_back(slot)
                 yield
 
-        self.backlog.add(steps())
+        self._backlog.add(steps())
 
     def disown(self, slot: Slot) -> None:
         """A shard will not come, so another writer may store it; but its memory stays reserved."""
@@ -337,7 +344,7 @@ class Index:
     def give_up_overdue(self, now: float) -> None:
         """Remove parts whose missing shards nobody is writing and whose deadline has passed."""
         overdue = takewhile(lambda part: self._pending[part] <= now, self._pending)
-        self.backlog.add(self._give_up(list(islice(overdue, _OVERDUE_AT_ONCE))))
+        self._backlog.add(self._give_up(list(islice(overdue, _OVERDUE_AT_ONCE))))
 
     def _give_up(self, parts: Sequence[Part]) -> Steps[None]:
         for part in parts:
@@ -379,13 +386,13 @@ class Index:
 
         Others take their place. The memory of very many parts is left to the backlog.
         """
-        full = [space for space in spaces if space.chunks and not space.is_cleared]
-        for space in full:
+        visible = 0
+        for space in spaces:
+            visible += space.visible_parts
             for watcher in self.watchers:
                 watcher.cleared(space)
             self._spaces[space.namespace.name] = space.clear()
-        visible = sum(space.visible_parts for space in full)
-        self.backlog.add(self._remove_all(full))
+        self._backlog.add(self._remove_all(spaces))
         return visible
 
     def _remove_all(self, cleared: Sequence[NamespaceIndex[Chunk]]) -> Steps[None]:

@@ -21,7 +21,7 @@ from kvdock_server.index.index import HitSpan, Index
 from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.steps import Steps
 
-_CHUNKS_A_STEP: Final = 1_024
+_CHUNKS_A_STEP: Final = 128
 
 K = TypeVar("K")
 

@@ -101,19 +101,23 @@ def reserve(
         request.keys,
         event_data(core, request),
     )
+    response = pb.ReserveResponse(epoch=core.epoch)
+    try:
+        for outcome in outcomes:
+            if isinstance(outcome, Slot):
+                part = outcome.part
+                nbytes = part.chunk.space.shard_bytes(part.position, outcome.shard)
+                location = types.Location(offset=outcome.offset, length=nbytes)
+                response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
+            else:
+                response.chunks.add(status=RESERVE_STATUS[outcome])
+            yield
+    except BaseException:  # nobody awaits the answer any more
+        core.give_back_all(outcome for outcome in outcomes if isinstance(outcome, Slot))
+        raise
     reservation = core.open_reservation(session, outcomes)
-    response = pb.ReserveResponse(
-        epoch=core.epoch, reservation_id=reservation.reservation_id if reservation else 0
-    )
-    for outcome in outcomes:
-        if isinstance(outcome, Slot):
-            part = outcome.part
-            nbytes = part.chunk.space.shard_bytes(part.position, outcome.shard)
-            location = types.Location(offset=outcome.offset, length=nbytes)
-            response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
-        else:
-            response.chunks.add(status=RESERVE_STATUS[outcome])
-        yield
+    if reservation is not None:
+        response.reservation_id = reservation.reservation_id
     return response
 
 
