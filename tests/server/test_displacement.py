@@ -78,12 +78,12 @@ def test_room_for_any_shard_is_made_of_chunks_whose_shards_differ_in_size() -> N
         (outcome,) = core.reserve(None, "n", None, shard, b"", [number.to_bytes(32, "big")])
         return isinstance(outcome, Slot) and core.seal(outcome)
 
-    for number in range(12):
+    for number in range(16):
         assert store(number, 0)
         assert store(number, 1)
     # In each run of the small slots something is in use, so that none of them can be emptied.
-    for number in range(0, 12, 4):
+    for number in range(0, 16, 4):
         assert core.lookup(None, "n", [number.to_bytes(32, "big")]).lease
-    for first in range(12, 40, 4):
+    for first in range(16, 40, 4):
         for shard in (1, 0):
             assert all(store(number, shard) for number in range(first, first + 4)), (first, shard)

@@ -244,6 +244,7 @@ class Index:
         statuses: list[ReserveStatus] = []
         parts: list[Part] = []
         offsets: list[int] = []
+        slots: list[Slot] = []
         rest = ReserveStatus.NO_SPACE
         try:
             for key in keys:
@@ -278,6 +279,12 @@ class Index:
                     self._pending.pop(part, None)  # they are in the order of their deadlines
                     self._pending[part] = deadline
                 yield
+            # Prompts are evicted from their ends, so memory comes in descending order. In ascending
+            # order neighbours are copied together.
+            offsets.sort()
+            for part, offset in zip(parts, offsets, strict=True):
+                slots.append(Slot(part, shard, offset))
+                yield
         except BaseException:
             if len(offsets) < len(parts):
                 self._stop_waiting(parts.pop(), shard)
@@ -287,10 +294,10 @@ class Index:
         statuses += [rest] * left
         if rest is ReserveStatus.NO_SPACE:
             self.totals.no_space += left
-        # Prompts are evicted from their ends, so memory comes in descending order. In ascending
-        # order neighbours are copied together.
-        slots = map(Slot, parts, repeat(shard), sorted(offsets))
-        return [next(slots) if status is ReserveStatus.RESERVED else status for status in statuses]
+        reserved = iter(slots)
+        return [
+            next(reserved) if status is ReserveStatus.RESERVED else status for status in statuses
+        ]
 
     def seal(self, slot: Slot) -> bool:
         """A shard is complete. False if its part was removed meanwhile; its memory is free then."""

@@ -20,7 +20,7 @@ from kvdock_server.rpc.turns import in_turns
 from kvdock_server.rpc.verbs import namespace_to_proto
 from kvdock_server.transfer import GpuTransfers
 
-_PARTS_A_MESSAGE = 1_000
+_PARTS_A_MESSAGE = 250
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
