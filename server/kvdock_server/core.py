@@ -16,7 +16,7 @@ from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.ids import new_id
-from kvdock_server.index.chunk import Part
+from kvdock_server.index.chunk import NO_SLOT, Part
 from kvdock_server.index.index import HitSpan, Index, ReserveStatus, Slot
 from kvdock_server.index.lease import Lease, LeaseTable
 from kvdock_server.pool.slots import SlotAllocator
@@ -34,6 +34,8 @@ MAX_LEASE_TTL_MS = 600_000
 
 # A part whose missing shards have no writer for so long is given up.
 _SHARDS_MISSING_SECONDS = 60.0
+
+_SHARDS_A_STEP = 64
 
 
 class Hit(NamedTuple):
@@ -236,6 +238,21 @@ class Core:
         reader: int,
     ) -> list[LocatedShard | None]:
         """Where the locked shards of [first, end) lie; None for each that is not locked."""
+        return at_once(
+            self.locate_in_steps(session, lease_id, group_idx, first, end, shard, reader)
+        )
+
+    def locate_in_steps(
+        self,
+        session: Session | None,
+        lease_id: int,
+        group_idx: int | None,
+        first: int,
+        end: int,
+        shard: int,
+        reader: int,
+    ) -> Steps[list[LocatedShard | None]]:
+        """Likewise, by the locks that are held at the first step."""
         lease = self._lease(session, lease_id)
         if lease is None:
             raise RequestError(
@@ -262,16 +279,18 @@ class Core:
         if end - first > MAX_KEYS:
             raise invalid(f"{end - first} chunks: at most {MAX_KEYS}")
         nbytes = lease.space.shard_bytes(position, shard)
-        located: list[LocatedShard | None] = []
-        for chunk in range(first, end):
-            index = chunk - locked.span.first
-            if 0 <= index < len(locked.span.parts) and locked.held[reader] >> index & 1:
-                part = locked.span.parts[index]
-                located.append(LocatedShard(part, part.slots[shard], nbytes))
-            else:
-                located.append(None)
-        if any(located):
+        located: list[LocatedShard | None] = [None] * (end - first)
+        low, high = max(first, locked.span.first), min(end, span_end)
+        held = locked.held[reader] >> (low - locked.span.first)
+        if held & ((1 << max(high - low, 0)) - 1):
             lease.copying.add(reader)
+        # Text is the fastest way to walk the bits of a long integer.
+        for chunk, bit in zip(range(low, high), reversed(f"{held:b}"), strict=False):
+            part = locked.span.parts[chunk - locked.span.first]
+            if bit == "1" and part.slots[shard] != NO_SLOT:  # none if it was freed meanwhile
+                located[chunk - first] = LocatedShard(part, part.slots[shard], nbytes)
+            if chunk % _SHARDS_A_STEP == 0:
+                yield
         return located
 
     def holds(

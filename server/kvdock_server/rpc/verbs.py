@@ -148,14 +148,14 @@ def retrieve_shared(
     if by_server or request.also_fill or request.HasField("filled_by"):
         # Perhaps of a session that was of server mode a moment ago: nobody would copy.
         check_session(session, Mode.SERVER)
-    located = core.locate(
+    located = yield from core.locate_in_steps(
         session,
         request.lease_id,
         group_idx(request),
         request.first_chunk,
         request.end_chunk,
-        shard=request.kv_worker_id,
-        reader=request.reader,
+        request.kv_worker_id,
+        request.reader,
     )
     core.count_retrieved([shard for shard in located if shard is not None])
     response = pb.RetrieveResponse(epoch=core.epoch)
