@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, TypeVar
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 
-_FIRST_STEPS: Final = 64
+_FIRST_STEPS: Final = 32
 
 
 def at_once(steps: Steps[T]) -> T:
