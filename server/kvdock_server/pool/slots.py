@@ -8,9 +8,25 @@ where possible, so that chunks that are stored together lie together.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 PAGE_BYTES = 4096
 # A run may have this many slabs more than its first slot needs, to waste less at its end.
 _EXTRA_SLABS = 7
+
+
+@dataclass(frozen=True)
+class SlotStats:
+    """``used`` and ``free`` count slots by their size. ``free_slabs`` serve no size at the moment,
+    ``longest_free`` of them lie in a row.
+    """
+
+    used: Mapping[int, int]
+    free: Mapping[int, int]
+    free_slabs: int
+    longest_free: int
 
 
 class _Run:
@@ -93,6 +109,17 @@ class SlotAllocator:
         free = set(run.free)
         slots = range(base, base + run.capacity * run.slot_bytes, run.slot_bytes)
         return [slot for slot in slots if slot not in free]
+
+    def stats(self) -> SlotStats:
+        """What is in use at the moment. Takes time in proportion to the number of slabs."""
+        used: Counter[int] = Counter()
+        free: Counter[int] = Counter()
+        for first, run in self._runs.items():
+            if first == run.first:
+                used[run.slot_bytes] += run.capacity - len(run.free)
+                free[run.slot_bytes] += len(run.free)
+        gaps = bytes(self._free_slabs).split(b"\x00")
+        return SlotStats(used, free, self._free_slabs.count(1), max(map(len, gaps)))
 
     def _start_run(self, slot_bytes: int) -> _Run | None:
         shortest = -(-slot_bytes // self.slab_bytes)
