@@ -12,7 +12,9 @@ there before. Else it is makeshift, in whatever slabs are free.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 PAGE_BYTES = 4096
 
@@ -21,6 +23,18 @@ PAGE_BYTES = 4096
 # easily.
 _EXTRA_SLABS = 7
 _HARDLY_MORE = 1 / 128
+
+
+@dataclass(frozen=True)
+class SlotStats:
+    """``used`` and ``free`` count slots by their size. ``free_slabs`` serve no size at the moment,
+    ``longest_free`` of them lie in a row.
+    """
+
+    used: Mapping[int, int]
+    free: Mapping[int, int]
+    free_slabs: int
+    longest_free: int
 
 
 class Run:
@@ -138,6 +152,17 @@ class SlotAllocator:
                 self._free_slabs[slab] = slab not in self._claimed
         elif not self._is_claimed(run):
             self._partial[run.slot_bytes][run.first] = run
+
+    def stats(self) -> SlotStats:
+        """What is in use at the moment. Takes time in proportion to the number of slabs."""
+        used: Counter[int] = Counter()
+        free: Counter[int] = Counter()
+        for first, run in self._runs.items():
+            if first == run.first:
+                used[run.slot_bytes] += run.capacity - len(run.free)
+                free[run.slot_bytes] += len(run.free)
+        gaps = bytes(self._free_slabs).split(b"\x00")
+        return SlotStats(used, free, self._free_slabs.count(1), max(map(len, gaps)))
 
     # Windows
 
