@@ -1,8 +1,8 @@
 """The verbs of the server over its index, leases, pool and sessions. It knows no gRPC.
 
-Everything here runs on the event loop and waits for nothing, so each call happens as a whole and
-the order of calls is the order of what they do. Names follow the protocol, whose comments say what
-each verb promises.
+Everything here runs on the event loop and waits for nothing. A call happens as a whole, unless it
+is written in steps (``..._in_steps``): others may be called between those. Names follow the
+protocol, whose comments say what each verb promises.
 """
 
 from __future__ import annotations
