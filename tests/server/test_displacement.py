@@ -27,7 +27,7 @@ POOL = 4 * GIB
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
-@pytest.mark.parametrize("prompt_chunks", [1, 8])
+@pytest.mark.parametrize("prompt_chunks", [1, 64])
 def test_the_second_model_gets_what_it_would_get_in_a_fresh_pool(
     pair: Pair, prompt_chunks: int
 ) -> None:
@@ -67,6 +67,15 @@ def test_a_model_that_is_used_keeps_what_it_uses_beside_one_that_stores_much() -
             assert lease is not None
             assert core.leases.release(lease) == len(keys)
     assert other.bytes >= 0.9 * (POOL - POOL // 4)
+
+
+def test_a_reserve_gets_all_that_can_be_emptied() -> None:
+    core = core_of(64 * MIB, slab=MIB)
+    prompts = Model(core, "first", MIB // 4, 1).store(64 * MIB)
+    for (key,) in prompts[: -4 * 28 : 4]:  # one in each slab but for the last 28
+        assert core.lookup(None, "first", [key]).lease
+    Model(core, "second", MIB, 34).store(MIB)
+    assert core.index.space("second").visible_parts == 28
 
 
 def test_room_for_any_shard_is_made_of_chunks_whose_shards_differ_in_size() -> None:
