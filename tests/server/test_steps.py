@@ -279,10 +279,10 @@ class Crowd:
 
     def run(self, rounds: int) -> None:
         begin: list[tuple[int, Callable[[], None]]] = [
-            (8, self.begin_store),
-            (4, self.begin_session_store),
-            (3, self.lookup),
-            (2, self.free_some),
+            (20, self.begin_store),
+            (10, self.begin_session_store),
+            (10, self.lookup),
+            (5, self.free_some),
             (2, self.begin_evict),
             (1, self.clear),
             (1, self.end_session),
@@ -293,7 +293,7 @@ class Crowd:
         for _ in range(rounds):
             if len(self.under_way) < 8:
                 self.random.choices(verbs_, weights)[0]()
-            for _ in range(self.random.randrange(6)):
+            for _ in range(self.random.randrange(20)):
                 self.go_on()
             if self.random.random() < 0.5:
                 self.core.backlog.step()
