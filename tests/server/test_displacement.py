@@ -56,6 +56,23 @@ def test_what_is_in_use_stays_and_the_rest_of_the_pool_is_not_lost() -> None:
     assert second.bytes >= 0.85 * (POOL - in_use)
 
 
+def test_what_was_stored_between_others_chunks_is_moved_together_once_they_are_unused() -> None:
+    pool = 8 * GIB
+    fresh = Model(core_of(pool), "second", QWEN3_14B, 1)
+    fresh.store(pool)
+    core = core_of(pool)
+    prompts = Model(core, "first", LLAMA_8B, 1).store(pool)
+    leases = [core.lookup(None, "first", keys).lease for keys in prompts[::6]]  # in each third slab
+    second = Model(core, "second", QWEN3_14B, 1)
+    second.store(2 * pool)
+    assert second.bytes < 0.6 * fresh.bytes
+    for lease in leases:
+        assert lease is not None
+        core.leases.release(lease)
+    second.store(4 * pool)
+    assert second.bytes >= 0.95 * fresh.bytes
+
+
 def test_a_model_that_is_used_keeps_what_it_uses_beside_one_that_stores_much() -> None:
     core = core_of(POOL)
     used = Model(core, "used", LLAMA_8B, 8).store(POOL // 4)

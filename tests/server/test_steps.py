@@ -396,13 +396,14 @@ class Crowd:
             self.under_way.remove(call)
 
     def check(self) -> None:
-        """No memory serves two: not what is locked, and not what is being written."""
+        """What is locked stays, and no memory serves two: not that, nor what is being written."""
         places: dict[int, object] = {offset: slot.part for offset, (_, slot) in self.taken.items()}
         for lease in self.core.leases:
             for locked in lease.spans:
                 for index, part in enumerate(locked.span.parts):
                     if locked.held_by_any() >> index & 1:
                         assert part.pins
+                        assert not part.detached or lease.space.is_cleared, "it was evicted"
                         (offset,) = part.slots
                         assert places.setdefault(offset, part) is part
         for session in self.sessions:
