@@ -138,18 +138,32 @@ def test_two_engines_at_once(start_engine: StartEngine) -> None:
 
 
 def test_one_request_is_one_lookup_however_often_the_scheduler_asks(
-    start_engine: StartEngine, kvdock: Any
+    start_engine: StartEngine, kvdock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_engine().generate(prompt(8 * C))
     asked = status(kvdock).counters.lookups
-    # Room for one of the requests at a time, so that the second is asked about again and again.
+    go_on = threading.Event()
+    real = WorkerHalf._load
+
+    def held(self: WorkerHalf, ended: Any) -> None:
+        go_on.wait(30)
+        real(self, ended)
+
+    monkeypatch.setattr(WorkerHalf, "_load", held)
+    # Room for one load at a time, so that the second request is asked about again and again.
     engine = start_engine(num_blocks=8 * C // BLOCK_TOKENS + 8)
-    for name in "ab":
-        engine.add(name, prompt(8 * C), max_tokens=30, kv_transfer_params=ASK)
+    engine.add("a", prompt(8 * C), max_tokens=30, kv_transfer_params=ASK)
+    # The answers of lookups may overtake one another.
+    step_until_loading(engine)
+    engine.add("b", prompt(8 * C), max_tokens=30, kv_transfer_params=ASK)
+    for _ in range(10):
+        engine.step()
+    go_on.set()
     engine.run()
     assert status(kvdock).counters.lookups == asked + 2
     assert engine.outcomes["a"].tokens == engine.outcomes["b"].tokens
     assert extra(engine.outcomes["a"]) == 8 * C
+    assert extra(engine.outcomes["b"]) == BLOCK_TOKENS, "the engine has all but the last block"
 
 
 def test_a_request_that_may_not_read_the_cache_is_not_looked_up(
