@@ -20,14 +20,12 @@ from kvdock_server.rpc.status import to_proto
 from kvdock_server.transfer import gpu
 from kvdock_vllm.metadata import GroupLoad, Target
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Mark
+from kvdock_vllm.transfers.base import CopyRequest, Mark
 from kvdock_vllm.transfers.fence import Fence
 from kvdock_vllm.transfers.server import ServerCopies
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from one_engine import CHUNK, KEYS, READERS, TARGET, Engine
-
-LOAD = GroupLoad(0, None, 0, len(KEYS), 0, tuple(TARGET))
 
 
 class Session:
@@ -85,8 +83,9 @@ class Ranks:
 
         def one(rank: int) -> list[bool]:
             session: Any = self.sessions[rank]
+            load = GroupLoad(0, None, 0, len(KEYS), 0, tuple(TARGET), lease)
             target = Target(1, "model", 16)
-            return self.copies[rank].load(session, target, lease, LOAD, Mark(), lambda: False)
+            return self.copies[rank].load(CopyRequest(session, target, load, Mark(), lambda: False))
 
         with ThreadPoolExecutor(READERS) as threads:
             return list(threads.map(one, ranks))

@@ -24,7 +24,7 @@ from kvdock_vllm.groups import GroupShape
 from kvdock_vllm.layout import GroupLayout, Region
 from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers import HostMover, Mark, SharedTransfers
+from kvdock_vllm.transfers import CopyRequest, HostMover, Mark, SharedTransfers
 from kvdock_vllm.transfers import device as device_module
 from kvdock_vllm.transfers.device import DeviceTransfers
 from kvdock_vllm.transfers.device_mover import DeviceMover
@@ -89,7 +89,7 @@ class Bench:
             keys=KEYS[:chunks],
             block_ids=IDS[:chunks],
         )
-        return transfers.store(self.session, self.target, store, ready or Mark(), stop)
+        return transfers.store(CopyRequest(self.session, self.target, store, ready or Mark(), stop))
 
     def load(
         self,
@@ -105,8 +105,9 @@ class Bench:
             end_chunk=len(ids),
             skip_blocks=0,
             block_ids=tuple(ids),
+            lease_id=lease,
         )
-        return transfers.load(self.session, self.target, lease, load, ready or Mark(), never)
+        return transfers.load(CopyRequest(self.session, self.target, load, ready or Mark(), never))
 
     def mode(self) -> tuple[str, str]:
         """What the server says of the worker's session."""

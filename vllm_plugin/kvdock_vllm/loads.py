@@ -100,7 +100,6 @@ def plan_load(
         hit.keep(groups)
     spec = LoadSpec(
         request_id=request_id,
-        lease_id=hit.lease_id if hit is not None else 0,
         groups=tuple(groups),
         all_or_nothing=all_or_nothing,
         target=hit.target if hit is not None else None,
@@ -111,14 +110,17 @@ def plan_load(
 def _group_load(
     position: int, shape: GroupShape, table: Sequence[int], blocks: range, hit: Lookup | None
 ) -> GroupLoad:
-    first_chunk = end_chunk = skip_blocks = 0
+    first_chunk = end_chunk = skip_blocks = lease_id = 0
     if hit is not None:
+        lease_id = hit.lease_id
         chunk_tokens = hit.target.chunk_tokens
         in_chunk = shape.chunk_blocks(chunk_tokens)
         first_chunk, end_chunk = blocks.start // in_chunk, -(-blocks.stop // in_chunk)
         skip_blocks = blocks.start - shape.part(first_chunk, chunk_tokens).start
     block_ids = tuple(table[blocks.start : blocks.stop])
-    return GroupLoad(position, shape.group_idx, first_chunk, end_chunk, skip_blocks, block_ids)
+    return GroupLoad(
+        position, shape.group_idx, first_chunk, end_chunk, skip_blocks, block_ids, lease_id
+    )
 
 
 def _described(group: GroupLoad, wanted: int, locked: range) -> str:

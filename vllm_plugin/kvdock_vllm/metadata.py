@@ -60,6 +60,8 @@ class GroupLoad:
     """Blocks of the first part that are not wanted: the engine has them, or needs none there."""
     block_ids: tuple[int, ...]
     """The engine's blocks to fill, from there on. The last part's may be fewer than it has."""
+    lease_id: int
+    """Of the hit; 0 if it is void."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,6 @@ class LoadSpec:
     """Load the hit of one request."""
 
     request_id: str
-    lease_id: int
     groups: tuple[GroupLoad, ...]
     """Those that have something to load."""
     all_or_nothing: bool

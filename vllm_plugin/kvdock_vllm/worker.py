@@ -45,6 +45,7 @@ from kvdock_vllm.metrics import Stats, workers_gauge
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.store_jobs import StoreJob, StoreJobs
 from kvdock_vllm.transfers import (
+    CopyRequest,
     CountWorkers,
     HostMover,
     Mark,
@@ -477,12 +478,9 @@ class WorkerHalf:
         failed: set[int] = set()
         for group in spec.groups:
             good = self._transfers.load(
-                session,
-                spec.target,
-                spec.lease_id,
-                group,
-                ended.ready,
-                lambda: self._must_stop(session),
+                CopyRequest(
+                    session, spec.target, group, ended.ready, lambda: self._must_stop(session)
+                )
             )
             in_part = self._shapes[group.position].part_blocks(spec.target.chunk_tokens)
             bad = {
@@ -518,12 +516,14 @@ class WorkerHalf:
         seconds = 0.0
         for group in spec.groups:
             statuses = self._transfers.store(
-                session,
-                spec.target,
-                group,
-                ended.ready,
-                lambda: job.given_up or self._must_stop(session),
-                lambda: self._store_jobs.reading(job),
+                CopyRequest(
+                    session,
+                    spec.target,
+                    group,
+                    ended.ready,
+                    lambda: job.given_up or self._must_stop(session),
+                    lambda: self._store_jobs.reading(job),
+                )
             )
             refused += _refused_from(group, self._shapes[group.position], statuses)
             stored = statuses.count(ChunkStatus.STORED)

@@ -5,6 +5,7 @@ In *server* mode the server copies between its pool and the GPU memory that the 
 """
 
 from kvdock_vllm.transfers.base import (
+    CopyRequest,
     CountWorkers,
     Mark,
     Transfers,
@@ -14,6 +15,7 @@ from kvdock_vllm.transfers.base import (
 from kvdock_vllm.transfers.shared import HostMover, SharedTransfers
 
 __all__ = [
+    "CopyRequest",
     "CountWorkers",
     "HostMover",
     "Mark",

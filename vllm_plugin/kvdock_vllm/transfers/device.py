@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from kvdock_vllm.device_memory import (
 from kvdock_vllm.groups import GroupShape
 from kvdock_vllm.layout import GroupLayout
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Copies, CountWorkers, Mark, Reading, Stop, Transfers
+from kvdock_vllm.transfers.base import Copies, CopyRequest, CountWorkers, Mark, Transfers
 from kvdock_vllm.transfers.device_mover import DeviceMover
 from kvdock_vllm.transfers.fence import Fence
 from kvdock_vllm.transfers.server import ServerCopies
@@ -107,37 +107,13 @@ class DeviceTransfers(Transfers):
         event.record()
         return Mark(event.query)
 
-    def load(
-        self,
-        session: Session,
-        target: Target,
-        lease_id: int,
-        group: GroupLoad,
-        ready: Mark,
-        stop: Stop,
-    ) -> list[bool]:
-        copies = self._copies(session, target)
-        try:
-            return copies.load(session, target, lease_id, group, ready, stop)
-        except DeviceMemory:
-            self._choose_again(session, copies)
-            raise
+    def load(self, request: CopyRequest[GroupLoad]) -> list[bool]:
+        with self._chosen(request.session, request.target) as copies:
+            return copies.load(request)
 
-    def store(
-        self,
-        session: Session,
-        target: Target,
-        group: GroupStore,
-        ready: Mark,
-        stop: Stop,
-        reading: Reading = nullcontext,
-    ) -> list[ChunkStatus]:
-        copies = self._copies(session, target)
-        try:
-            return copies.store(session, target, group, ready, stop, reading)
-        except DeviceMemory:
-            self._choose_again(session, copies)
-            raise
+    def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
+        with self._chosen(request.session, request.target) as copies:
+            return copies.store(request)
 
     def wait_for_end(self, session: Session) -> None:
         with self._lock:
@@ -158,12 +134,21 @@ class DeviceTransfers(Transfers):
                 raise CopyStoppedError
             return choice.copies
 
-    def _choose_again(self, session: Session, refused: Copies) -> None:
-        """The server can use the memory no more. What comes next finds out what is left."""
-        with self._lock:
-            choice = self._choices.get(session)
-            if choice is not None and choice.copies is refused:
-                self._end(session)
+    @contextmanager
+    def _chosen(self, session: Session, target: Target) -> Iterator[Copies]:
+        """What moves the session's bytes, as :meth:`_copies`.
+
+        If the server can use the memory no more, what comes next finds out what is left.
+        """
+        copies = self._copies(session, target)
+        try:
+            yield copies
+        except DeviceMemory:
+            with self._lock:
+                choice = self._choices.get(session)
+                if choice is not None and choice.copies is copies:
+                    self._end(session)
+            raise
 
     def _end(self, session: Session) -> None:
         """Ends what was chosen for the session, if anything was."""

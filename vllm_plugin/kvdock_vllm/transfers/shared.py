@@ -13,7 +13,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvdock import Session
@@ -24,9 +24,9 @@ from kvdock_vllm.groups import GroupShape
 from kvdock_vllm.layout import GroupLayout
 from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.transfers.base import (
+    CopyRequest,
     CountWorkers,
     Mark,
-    Reading,
     Stop,
     Transfers,
     answer,
@@ -130,19 +130,12 @@ class SharedTransfers(Transfers):
     def mark(self) -> Mark:
         return Mark()
 
-    def load(
-        self,
-        session: Session,
-        target: Target,
-        lease_id: int,
-        group: GroupLoad,
-        ready: Mark,
-        stop: Stop,
-    ) -> list[bool]:
-        in_part = self._shapes[group.position].part_blocks(target.chunk_tokens)
+    def load(self, request: CopyRequest[GroupLoad]) -> list[bool]:
+        session, group = request.session, request.group
+        in_part = self._shapes[group.position].part_blocks(request.target.chunk_tokens)
         block_bytes = self._layouts[group.position].block_bytes
         found = session.retrieve(
-            lease_id,
+            group.lease_id,
             group.first_chunk,
             group.end_chunk,
             group_idx=group.group_idx,
@@ -159,22 +152,20 @@ class SharedTransfers(Transfers):
                 parts.append(Part(block_ids, session.pool.array(location)[begin:end]))
             filled.append(location is not None)
         if parts:
-            _wait(ready, stop, _LOAD_READY_SECONDS)
+            _wait(request.ready, request.stop, _LOAD_READY_SECONDS)
             with self._using(session):
-                self._mover.scatter(group.position, parts, stop)
+                self._mover.scatter(group.position, parts, request.stop)
         # One range costs the server less, but says nothing where some were not to be had.
-        held = self._free_locks(session, lease_id, group, one_range=all(filled))
+        held = self._free_locks(session, group, one_range=all(filled))
         return [ok and lock for ok, lock in zip(filled, held, strict=True)]
 
-    def _free_locks(
-        self, session: Session, lease_id: int, group: GroupLoad, *, one_range: bool
-    ) -> list[bool]:
+    def _free_locks(self, session: Session, group: GroupLoad, *, one_range: bool) -> list[bool]:
         """Frees this reader's locks; for each chunk whether its lock is known to have been held."""
         chunks = group.end_chunk - group.first_chunk
         width = chunks if one_range else 1
         locks = [
             cache_pb2.LockRange(
-                lease_id=lease_id,
+                lease_id=group.lease_id,
                 first_chunk=first,
                 end_chunk=first + width,
                 group_idx=group.group_idx,
@@ -192,18 +183,11 @@ class SharedTransfers(Transfers):
         ]
         return [count == width for count in released for _ in range(width)]
 
-    def store(
-        self,
-        session: Session,
-        target: Target,
-        group: GroupStore,
-        ready: Mark,
-        stop: Stop,
-        reading: Reading = nullcontext,
-    ) -> list[ChunkStatus]:
-        in_part = self._shapes[group.position].part_blocks(target.chunk_tokens)
+    def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
+        session, group = request.session, request.group
+        in_part = self._shapes[group.position].part_blocks(request.target.chunk_tokens)
         reservation = session.reserve(
-            target.namespace,
+            request.target.namespace,
             group.keys,
             parent=group.parent,
             group_idx=group.group_idx,
@@ -222,11 +206,11 @@ class SharedTransfers(Transfers):
                     raise ValueError(f"the server reserved chunk {index} and did not say where")
                 block_ids = group.block_ids[index * in_part : (index + 1) * in_part]
                 parts.append(Part(block_ids, session.pool.array(location)))
-            with reading():
-                _wait(ready, stop, _STORE_READY_SECONDS)
+            with request.reading():
+                _wait(request.ready, request.stop, _STORE_READY_SECONDS)
                 with self._using(session):
-                    self._mover.gather(group.position, parts, stop)
-            if stop():
+                    self._mover.gather(group.position, parts, request.stop)
+            if request.stop():
                 raise CopyStoppedError
         except BaseException:
             session.submit(cache_pb2.AbortRequest(reservation_id=reservation.id))
