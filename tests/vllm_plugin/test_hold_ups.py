@@ -242,6 +242,6 @@ def test_an_engine_goes_to_sleep_when_nothing_reads_its_blocks(
         assert time.monotonic() < deadline
     assert not engine.connector._of_scheduler._stores.under_way
     (rank,) = engine.ranks
-    assert not any(rank.connector._of_worker._open_stores.values())
+    assert not any(rank.connector._of_worker._stores.under_way)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run()

@@ -35,12 +35,12 @@ from simulator import BLOCK_TOKENS, SimulatedEngine
 from vllm.lora.request import LoRARequest
 
 from kvdock import Client, Session
-from kvdock_vllm import affinity
+from kvdock_vllm import affinity, store_jobs
 from kvdock_vllm import worker as worker_module
 from kvdock_vllm.copier import Copier
+from kvdock_vllm.load_jobs import LoadJob
 from kvdock_vllm.metadata import Target
 from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.worker import WorkerHalf
 
 # -- hits -------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ def test_blocks_given_away_while_a_store_reads_them(
 ) -> None:
     # Copies take longer than preempted blocks may be read, so that stores are given up.
     slow_copies(monkeypatch, 0.03)
-    monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
+    monkeypatch.setattr(store_jobs, "_FLUSH_SECONDS", 0.001)
     engine = start_engine(num_blocks=61, async_scheduling=async_scheduling)
     for n in range(6):
         engine.add(f"r{n}", prompt(3 * C, seed=n), max_tokens=2 * C)
@@ -350,7 +350,7 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_FLUSH_SECONDS", "_STOP_SECONDS"):
-        monkeypatch.setattr(worker_module, name, 0.001)
+        monkeypatch.setattr(store_jobs, name, 0.001)
     reached, go_on = threading.Event(), threading.Event()
     real = Copier._pieces
 
@@ -872,11 +872,11 @@ def test_what_cannot_even_begin_ends(
     engine = start_engine()
     (rank,) = (rank.connector._of_worker for rank in engine.ranks)
     if refused == "mark":
-        monkeypatch.setattr(rank._transfers, "mark", refuse)
+        monkeypatch.setattr(rank._link.transfers, "mark", refuse)
     elif refused == "load thread":
-        monkeypatch.setattr(rank._load_threads, "submit", refuse)
+        monkeypatch.setattr(rank._loads._threads, "submit", refuse)
     elif refused == "store thread":
-        monkeypatch.setattr(rank._store_threads, "submit", refuse)
+        monkeypatch.setattr(rank._stores._threads, "submit", refuse)
     answer = engine.generate(prompt(4 * C), max_tokens=2)
     assert answer.tokens == engine.expected(prompt(4 * C), 2)
     assert engine.counted.get("loaded_chunks", 0) == loaded
@@ -944,16 +944,16 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
     engine = start_engine(tensor_size=tensor_size, async_scheduling=True)
     ranks = [rank.connector._of_worker for rank in engine.ranks]
     go_on, others_may_end = threading.Event(), threading.Event()
-    real = WorkerHalf._load
+    real = LoadJob.run
 
-    def held(self: WorkerHalf, ended: Any) -> None:
-        if ended.load.request_id == "second":
+    def held(self: LoadJob) -> None:
+        if self.request_id == "second":
             go_on.wait(30)
-        elif self is not ranks[0]:
+        elif self not in ranks[0]._loads.under_way:
             others_may_end.wait(30)
-        real(self, ended)
+        real(self)
 
-    monkeypatch.setattr(WorkerHalf, "_load", held)
+    monkeypatch.setattr(LoadJob, "run", held)
     for rank in ranks[1:]:
         rank._idle_wait = 0.0  # too slow for the step in which the first rank's load ends
     for n, name in enumerate(["first", "second"]):
@@ -963,7 +963,7 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
         engine.step()
         if ranks[0]._steps_with_news and not others_may_end.is_set():
             others_may_end.set()
-            while any(rank._ended.empty() for rank in ranks[1:]):
+            while not all(rank._link.something_ended.is_set() for rank in ranks[1:]):
                 time.sleep(0.001)
     assert time.monotonic() - began < 10
     go_on.set()

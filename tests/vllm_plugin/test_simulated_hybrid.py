@@ -25,8 +25,8 @@ from simulator import Layers, SimulatedEngine
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvdock import Client
+from kvdock_vllm import store_jobs
 from kvdock_vllm import stores as stores_module
-from kvdock_vllm import worker as worker_module
 from kvdock_vllm.connector import KVDockConnector
 from kvdock_vllm.holds import Holds
 from kvdock_vllm.lookup import State
@@ -220,7 +220,7 @@ def test_blocks_that_a_window_left_behind_while_a_store_reads_them(
     # here, so that stores have to be ended.
     monkeypatch.setattr(Holds, "bind", lambda *_: None)
     slow_copies(monkeypatch, 0.01)
-    monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
+    monkeypatch.setattr(store_jobs, "_FLUSH_SECONDS", 0.001)
     groups = MODELS["two windows"]
     engine = start_engine(
         groups=groups,

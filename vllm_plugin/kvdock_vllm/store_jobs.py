@@ -1,118 +1,212 @@
-"""Which stores of a worker read the engine's blocks, and how who needs the blocks ends that.
+"""Stores of a worker: they read the engine's blocks on a background thread.
 
-A store asks the server for memory, copies, and has the server seal what was copied. It reads blocks
-only while it copies. So who gives its blocks to others waits for its copy, and for the server no
-longer than a copy would have to wait for its turn: one that stands still holds nobody up.
+A store that fails tells the first chunk that was not stored, which is offered again.
 """
 
 from __future__ import annotations
 
-import math
-import threading
+import logging
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
+from kvdock.types import ChunkStatus, GroupKind
+from kvdock_vllm.block_readers import BlockReader, BlockReaders
 from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.metadata import StoreSpec
+from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.jobs import Job, Outcomes, background_threads
+from kvdock_vllm.metadata import GroupStore, StoreOutcome, StoreSpec
+from kvdock_vllm.transfers import CopyRequest
+from kvdock_vllm.worker_link import WorkerLink
 
-# A server that has not answered for so long is not waited for.
-_ANSWER_SECONDS = 0.25
+_log = logging.getLogger(__name__)
+
+# One, so that a chunk is always offered after the one it extends.
+_THREADS = 1
+
+# How long stores of blocks that are given away may wait for their turn, how long these may be read
+# to the end, and how long it takes at most until a copy that was told to stop has stopped.
+_TURN_SECONDS = 0.25
+_FLUSH_SECONDS = 2.0
+_STOP_SECONDS = 5.0
+_SHUTDOWN_SECONDS = 5.0
 
 
-@dataclass(eq=False, slots=True)
-class StoreJob:
-    """A store under way. What changes is changed by :class:`StoreJobs`."""
+class StoreJob(Job):
+    """The store of what became complete of one request."""
 
-    spec: StoreSpec
-    future: Future[None] | None = None
-    reads: bool = False
-    """It copies blocks now."""
-    given_up: bool = False
-    """Its blocks are not its own any more: it must begin no copy, and what it copies must not
-    become visible."""
-    ended: bool = False
+    verb = "store"
 
-    @property
-    def has_let_go(self) -> bool:
-        """It reads its blocks no more, and never will."""
-        return self.ended or (self.given_up and not self.reads)
+    def __init__(self, spec: StoreSpec, link: WorkerLink, readers: BlockReaders) -> None:
+        super().__init__(spec.request_id, link)
+        self.spec = spec
+        self.reader = BlockReader()
+        self._readers = readers
+        self._refused_from: int | None = spec.first_chunk
+
+    def run(self) -> None:
+        self._readers.begin(self.reader)
+        super().run()
+
+    def end(self) -> None:
+        super().end()
+        self._readers.end(self.reader)
+
+    def report(self, outcomes: Outcomes) -> None:
+        outcomes.count(self._counts)
+        outcomes.stores[self.spec.job_id] = StoreOutcome(1, self._refused_from)
+
+    def _work(self) -> None:
+        began = time.monotonic()
+        if self.reader.given_up:
+            raise CopyStoppedError
+        link = self._link
+        session = link.session(self.spec.target)
+        refused: list[int] = []
+        seconds = 0.0
+        for group in self.spec.groups:
+            statuses = link.transfers.store(
+                CopyRequest(
+                    session,
+                    self.spec.target,
+                    group,
+                    self._ready,
+                    lambda: self.reader.given_up or link.must_stop(session),
+                    lambda: self._readers.reading(self.reader),
+                )
+            )
+            refused += _refused_from(group, link.shapes[group.position], statuses)
+            stored = statuses.count(ChunkStatus.STORED)
+            existing = statuses.count(ChunkStatus.EXISTS)
+            in_part = len(group.block_ids) // len(group.keys)
+            block_bytes = link.layouts[group.position].block_bytes
+            self._counts["stored_chunks"] += stored
+            self._counts["stored_bytes"] += stored * in_part * block_bytes
+            self._counts["existing_chunks"] += existing
+            self._counts["refused_chunks"] += len(statuses) - stored - existing
+            if stored:
+                seconds = time.monotonic() - began
+        self._refused_from = min(refused, default=None)
+        self._counts["store_seconds"] += seconds
 
 
 class StoreJobs:
-    """The jobs of one thread, which does one at a time, and those that wait for its turn.
+    """The stores of one worker that are under way. Used by the engine's thread."""
 
-    The thread tells what it does; another one waits and gives up.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._current: StoreJob | None = None
-        self._since = 0.0
-        """When the thread began with the current job, or began or ended to copy."""
-
-    def begin(self, job: StoreJob) -> None:
-        """The thread is at this job now."""
-        with self._changed:
-            self._current = job
-            self._since = time.monotonic()
-            self._changed.notify_all()
-
-    @contextmanager
-    def reading(self, job: StoreJob) -> Iterator[None]:
-        """While the thread, or the server for it, reads the job's blocks.
-
-        Raises CopyStoppedError if the job was given up before.
-        """
-        with self._changed:
-            if job.given_up:
-                raise CopyStoppedError
-            job.reads = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                job.reads = False
-                self._since = time.monotonic()
-                self._changed.notify_all()
-
-    def end(self, job: StoreJob) -> None:
-        """Nothing more is done for this job."""
-        with self._changed:
-            job.ended = True
-            if self._current is job:
-                self._current = None
-            self._changed.notify_all()
-
-    def give_up(self, job: StoreJob) -> None:
-        """The job may read no more. What it reads just now is to be waited for."""
-        with self._changed:
-            job.given_up = True
+    def __init__(self, link: WorkerLink) -> None:
+        self._link = link
+        self._threads = background_threads("kvdock-store", _THREADS)
+        self._readers = BlockReaders()
+        self._noted: list[StoreJob] = []
+        self._open: dict[str, set[StoreJob]] = defaultdict(set)
+        """By request, those that were not reported yet."""
+        self._held: set[str] = set()
+        """Finished requests whose blocks the engine holds until nobody reads them."""
 
     @property
-    def is_late(self) -> bool:
-        """The server has kept the thread waiting for too long."""
-        with self._changed:
-            return time.monotonic() >= self._late_at()
+    def under_way(self) -> list[StoreJob]:
+        """Those that were not reported yet."""
+        return [job for jobs in self._open.values() for job in jobs]
 
-    def wait(self, jobs: Sequence[StoreJob], seconds: float) -> bool:
-        """True as soon as all these jobs have let go of their blocks.
+    def note(self, spec: StoreSpec) -> None:
+        """Its blocks are being computed."""
+        job = StoreJob(spec, self._link, self._readers)
+        self._open[spec.request_id].add(job)
+        self._noted.append(job)
 
-        False after that time, or when the server :attr:`is_late`.
+    def begin(self) -> None:
+        """Hands the stores noted so far to the background. Their blocks must have been computed."""
+        for job in self._noted:
+            job.begin(self._threads)
+        self._noted.clear()
+
+    def hold(self, request_ids: Iterable[str]) -> None:
+        """The engine holds the blocks of these requests."""
+        self._held.update(request_ids)
+
+    def take_read(self) -> set[str]:
+        """Requests whose blocks are held and read no more, each once."""
+        read = {
+            name
+            for name in self._held
+            if all(job.reader.has_let_go for job in self._open.get(name, ()))
+        }
+        self._held -= read
+        return read
+
+    def free_held(self) -> None:
+        """Gives up what finished requests still store, if the server keeps it waiting."""
+        if self._held and self._readers.is_late:
+            for name in self._held:
+                for job in self._open.get(name, ()):
+                    self._give_up(job)
+
+    def make_way(self, job_ids: Iterable[int]) -> None:
+        """Ends the stores that read blocks into which others are about to write.
+
+        What does not begin in a moment is given up. The rest may finish if that does not take long;
+        else it is told to stop. A copy of which it cannot be said that it ended before is never
+        committed. Only copies are waited for: where the server keeps a store waiting, all that do
+        not copy are given up at once.
         """
-        deadline = time.monotonic() + seconds
-        with self._changed:
-            while not all(job.has_let_go for job in jobs):
-                left = min(deadline, self._late_at()) - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+        overwritten = set(job_ids)
+        if not overwritten:
+            return
+        jobs = [job for job in self.under_way if job.spec.job_id in overwritten]
+        if self._wait(jobs, _TURN_SECONDS):
+            return
+        for job in jobs:
+            job.withdraw()
+        if self._wait(jobs, _FLUSH_SECONDS):
+            return
+        for job in jobs:
+            self._give_up(job)
+        if not self._wait(jobs, _STOP_SECONDS):
+            _log.warning("a store of blocks given away goes on; what it copies is thrown away")
 
-    def _late_at(self) -> float:
-        """When the server is late, if nothing happens until then. Under the lock."""
-        if self._current is None or self._current.reads:
-            return math.inf
-        return self._since + _ANSWER_SECONDS
+    def report(self, outcomes: Outcomes) -> None:
+        """Takes over what became of those that have ended."""
+        for job in self.under_way:
+            if job.ended:
+                job.report(outcomes)
+                open_jobs = self._open[job.request_id]
+                open_jobs.discard(job)
+                if not open_jobs:
+                    del self._open[job.request_id]
+
+    def close(self) -> None:
+        """Lets stores finish that take a moment, and gives up the rest."""
+        self.begin()
+        jobs = self.under_way
+        if not self._wait(jobs, _SHUTDOWN_SECONDS):
+            _log.warning("not everything was stored before the engine ended")
+        self._link.stop_copies()
+        for job in jobs:
+            self._give_up(job)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, jobs: Sequence[StoreJob], seconds: float) -> bool:
+        """Whether they have let go of their blocks in that time."""
+        return self._readers.wait([job.reader for job in jobs], seconds)
+
+    def _give_up(self, job: StoreJob) -> None:
+        self._readers.give_up(job.reader)
+        job.withdraw()
+
+
+def _refused_from(
+    group: GroupStore, shape: GroupShape, statuses: Sequence[ChunkStatus]
+) -> list[int]:
+    """First chunk of the prompt that must be offered again, if any must."""
+    there = (ChunkStatus.STORED, ChunkStatus.EXISTS)
+    for index, status in enumerate(statuses):
+        if status not in there:
+            # A parent that was there is gone, and who knows what before it. What a window has left
+            # behind cannot be offered again.
+            lost_parent = (
+                index == 0
+                and status is ChunkStatus.PARENT_MISSING
+                and shape.kind is GroupKind.FULL_ATTENTION
+            )
+            return [0 if lost_parent else group.first_chunk + index]
+    return []
