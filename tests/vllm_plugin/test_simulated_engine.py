@@ -71,7 +71,7 @@ def test_what_the_engine_has_is_not_loaded_again(engine: SimulatedEngine, kvdock
     locks: list[int] = []
 
     def look() -> None:
-        if engine.connector._of_scheduler._loads and not locks:
+        if engine.connector._of_scheduler._loads.under_way and not locks:
             deadline = time.monotonic() + 3
             while status(kvdock).index.locks != 4 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -268,7 +268,7 @@ def step_until_loading(engine: SimulatedEngine) -> None:
     """Steps until a load is under way, without collecting its end."""
     half = engine.connector._of_scheduler
     deadline = time.monotonic() + 5
-    while not half._loads:
+    while not half._loads.under_way:
         assert time.monotonic() < deadline
         engine.step()
 
@@ -423,7 +423,7 @@ def test_a_load_that_fails_in_part_counts_what_was_loaded(
     engine.add("r", prompt(6 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_chunk_four() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session
@@ -445,7 +445,7 @@ def test_a_load_that_fails_from_its_first_block_is_not_tried_again(
     engine.add("r", prompt(3 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_all() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             load.lookup.live.session.free_locks(load.lookup.lease_id)
@@ -670,9 +670,9 @@ def test_what_runs_on_through_a_reset_is_not_stored_again(
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "blocks are in use"
     half = engine.connector._of_scheduler
     deadline = time.monotonic() + 10
-    while half._stale_jobs or half._clears_done < half._clears_wanted or half._live() is None:
+    while not half._link.resets.are_done or half._link.current is None:
         assert time.monotonic() < deadline
-        if half._stale_jobs:
+        if half._link.resets.await_stores:
             engine.step()
         time.sleep(0.01)
     for _ in range(2 * C):
@@ -713,18 +713,18 @@ def test_a_second_reset_waits_for_the_renewal_that_the_first_brought_about(
     while engine.outcomes["r"].finish_reason is None:
         engine.step()
     assert engine.connector.reset_cache()
-    clears = half._clears_wanted
-    prepare = half._link._prepare
+    clears = half._link.resets.wanted
+    prepare = half._link._link._prepare
 
     def prepare_after_the_second_reset(client: Client, session: Session) -> Target:
         deadline = time.monotonic() + 10
-        while half._clears_wanted < clears + 2:
+        while half._link.resets.wanted < clears + 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return prepare(client, session)
 
-    monkeypatch.setattr(half._link, "_prepare", prepare_after_the_second_reset)
-    while half._stale_jobs:
+    monkeypatch.setattr(half._link._link, "_prepare", prepare_after_the_second_reset)
+    while half._link.resets.await_stores:
         engine.step()
     assert half._link.current is None
     assert engine.connector.reset_cache()
@@ -741,7 +741,7 @@ def test_a_reset_without_server_says_so_and_is_made_up_for(
     """vLLM's sleep and pause raise where a reset answers False."""
     engine.generate(prompt(2 * C))
     os.kill(kvdock.process.pid, signal.SIGSTOP)
-    link = engine.connector._of_scheduler._link
+    link = engine.connector._of_scheduler._link._link
     try:
         link._current = None
         assert engine.connector.reset_cache() is True
@@ -823,7 +823,7 @@ def test_an_engine_that_cannot_continue_prompts_gets_all_or_nothing(
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_chunk_two() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             load.lookup.live.session.free_locks(load.lookup.lease_id, 2, 3)
@@ -841,7 +841,7 @@ def test_a_rank_that_cannot_load_makes_all_compute(start_engine: StartEngine, kv
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_for_one() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session

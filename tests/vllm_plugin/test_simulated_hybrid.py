@@ -335,7 +335,7 @@ def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(
     engine.add("r", prompt(6 * C + 9), max_tokens=40, kv_transfer_params=ASK)
 
     def lose_the_last_chunk() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session

@@ -158,7 +158,7 @@ def test_a_load_keeps_its_blocks_until_the_server_cannot_write_to_them(
     engine = host.engine
     host.ask(prompt)
     engine.forget()
-    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads))
+    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads.under_way))
     engine.add("loading", prompt, max_tokens=3)
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
@@ -183,7 +183,7 @@ def test_a_load_ends_with_the_next_session_of_its_worker(host: Host) -> None:
     engine = host.engine
     host.ask(prompt)
     engine.forget()
-    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads))
+    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads.under_way))
     engine.add("loading", prompt, max_tokens=3)
     (worker,) = (rank.connector._of_worker for rank in engine.ranks)
     live = worker._link.current

@@ -10,12 +10,14 @@ With windows, or several groups, a load fails as a whole (``groups.loads_fail_wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvdock_vllm.groups import NULL_BLOCK, GroupShape
+from kvdock_vllm.link import Live
 from kvdock_vllm.lookup import Lookup
-from kvdock_vllm.metadata import GroupLoad, LoadSpec
+from kvdock_vllm.metadata import GroupLoad, LoadSpec, Target
+from kvdock_vllm.records import Record
 
 _log = logging.getLogger(__name__)
 
@@ -135,3 +137,56 @@ def _described(group: GroupLoad, wanted: int, locked: range) -> str:
         f"{group.end_chunk}) without their first {group.skip_blocks} blocks, and chunks "
         f"[{locked.start}, {locked.stop}) are locked"
     )
+
+
+class Loads:
+    """Those of one engine that are under way. Used by one thread."""
+
+    def __init__(self, shapes: Sequence[GroupShape], *, all_or_nothing: bool) -> None:
+        """``all_or_nothing``: if one block fails, the load does."""
+        self._shapes = shapes
+        self._all_or_nothing = all_or_nothing
+        self.under_way: dict[str, Load] = {}
+        """By request."""
+        self._new: list[LoadSpec] = []
+
+    def begin(self, record: Record, num_tokens: int, usable: Live[Target] | None) -> None:
+        """Begins the load of what a request was told of last, which is void unless the server can
+        still be used in that session.
+        """
+        lookup = record.take_lookup()
+        load = plan_load(
+            record.request.request_id,
+            self._shapes,
+            record.tables,
+            lookup,
+            num_tokens,
+            is_usable=lookup is not None and lookup.live is usable,
+            all_or_nothing=self._all_or_nothing,
+        )
+        self.under_way[load.spec.request_id] = load
+        self._new.append(load.spec)
+
+    def take_new(self) -> list[LoadSpec]:
+        """Those that the workers do not know of yet."""
+        new, self._new = self._new, []
+        return new
+
+    def note_failures(
+        self, block_ids: set[int], request_ids: Iterable[str], block_tokens: int
+    ) -> None:
+        """Some worker could not fill these blocks, or could not load for these requests."""
+        if block_ids:
+            for load in self.under_way.values():
+                load.note_failed_blocks(block_ids, block_tokens)
+        for request_id in request_ids:
+            if (failed := self.under_way.get(request_id)) is not None:
+                failed.note_failure()
+
+    def end(self, request_id: str) -> Load | None:
+        """All workers are done with the load of a request: which that was, if it is known."""
+        load = self.under_way.pop(request_id, None)
+        if load is not None and load.lookup is not None:
+            # The workers freed their own locks; this is for those that could not.
+            load.lookup.close()
+        return load

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from kvdock.keys import KeyChain, LoRA
 from kvdock_vllm.keys import ScopeReader
@@ -108,3 +109,22 @@ class Record:
         if self.lookup is not None:
             self.lookup.close()
             self.lookup = None
+
+
+class Records(dict[str, Record]):
+    """By request_id."""
+
+    def __init__(self, num_groups: int) -> None:
+        super().__init__()
+        self._num_groups = num_groups
+        # Each as long as the records of its samples.
+        self._extras: WeakValueDictionary[str, ExtraTokens] = WeakValueDictionary()
+
+    def of(self, request: Request) -> Record:
+        """The request's record, made if there is none yet."""
+        record = self.get(request.request_id)
+        if record is None:
+            tables: list[list[int]] = [[] for _ in range(self._num_groups)]
+            extra = self._extras.setdefault(prompt_id(request.request_id), ExtraTokens())
+            record = self[request.request_id] = Record(request, extra, tables)
+        return record
