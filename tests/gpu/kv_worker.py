@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from kvdock import Client, Group, Namespace, SessionRole
-from kvdock_vllm.device_memory import ExportedGroup, ReadyEvents, export_memory
-from kvdock_vllm.layout import GroupLayout, layer_regions
+from kvdock_vllm.engine.device.memory import ExportedGroup, ReadyEvents, export_memory
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.tensor_regions import layer_regions
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "uint8": torch.uint8}
 CYCLES_PER_MS = 1_900_000

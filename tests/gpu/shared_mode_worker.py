@@ -15,13 +15,14 @@ import torch
 
 from kvdock import Client, Group, GroupKind, Namespace, SessionRole
 from kvdock.types import ChunkStatus, Location, TransferMode
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.cuda import Driver
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import GroupLayout, layer_regions
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import CopyRequest, Mark
-from kvdock_vllm.transfers.device import DeviceTransfers
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.device.cuda_driver import Driver
+from kvdock_vllm.engine.device.transfers import DeviceTransfers
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.tensor_regions import layer_regions
+from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
 
 STRATEGY = ParallelStrategy(use_mla=False, tensor_size=1, pipeline_size=1, worker_id=0)
 BLOCK_TOKENS = 16

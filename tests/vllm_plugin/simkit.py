@@ -14,7 +14,7 @@ from simulator import CHUNK_TOKENS, Outcome, SimulatedEngine
 
 from kvdock import Client
 from kvdock.v1 import admin_pb2
-from kvdock_vllm.copier import Copier
+from kvdock_vllm.engine.copier import Copier
 
 C = CHUNK_TOKENS
 ASK = {"num_kvdock_extra_cached_tokens": None, "num_lmcache_extra_cached_tokens": None}

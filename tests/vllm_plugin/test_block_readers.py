@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from kvdock_vllm import block_readers
-from kvdock_vllm.block_readers import BlockReader, BlockReaders
-from kvdock_vllm.copier import CopyStoppedError
+from kvdock_vllm.engine import block_readers
+from kvdock_vllm.engine.block_readers import BlockReader, BlockReaders
+from kvdock_vllm.engine.copier import CopyStoppedError
 
 LONG = 60.0
 

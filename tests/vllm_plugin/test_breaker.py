@@ -16,8 +16,8 @@ from simkit import ASK, C, StartEngine, extra, prompt, status
 from kvdock import Client, Session
 from kvdock.address import parse
 from kvdock.errors import SessionLost
-from kvdock_vllm.breaker import Breaker
-from kvdock_vllm.link import Link
+from kvdock_vllm.engine.breaker import Breaker
+from kvdock_vllm.engine.link import Link
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
@@ -99,7 +99,7 @@ def test_questions_that_fail_although_heartbeats_do_not_are_tried_less_and_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("kvdock_vllm.breaker.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvdock_vllm.engine.breaker.time.monotonic", lambda: now)
     heartbeats: Any = Heartbeats()
     breaker = Breaker(heartbeats, 0.1)
     open_for = []

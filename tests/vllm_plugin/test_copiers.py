@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_tensors import Cache, caches, mla, outside
 
-from kvdock_vllm.copier import Copier, CopyStoppedError, Part, runs, stacks
-from kvdock_vllm.device_copier import DeviceCopier, Lane
-from kvdock_vllm.layout import GroupLayout, Region
-from kvdock_vllm.pinning import PIECE_BYTES, cut
+from kvdock_vllm.engine.copier import Copier, CopyStoppedError, Part, runs, stacks
+from kvdock_vllm.engine.device.pinning import PIECE_BYTES, cut
+from kvdock_vllm.engine.device.staged_copier import DeviceCopier, Lane
+from kvdock_vllm.engine.layout import GroupLayout, Region
 
 Copy = Callable[[list[Part], Callable[[], bool]], None]
 CPU = torch.device("cpu")

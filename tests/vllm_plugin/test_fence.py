@@ -17,13 +17,13 @@ import pytest
 from kvdock import liveness, trust
 from kvdock.errors import DeadlineExceeded, DeviceMemory, SessionLost
 from kvdock.types import Segment
-from kvdock_vllm.metadata import Target
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers import fence as fence_module
-from kvdock_vllm.transfers import server as server_module
-from kvdock_vllm.transfers.base import CopyRequest, Mark
-from kvdock_vllm.transfers.fence import Fence
-from kvdock_vllm.transfers.server import ServerCopies
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import Target
+from kvdock_vllm.engine.transfers import fence as fence_module
+from kvdock_vllm.engine.transfers import server as server_module
+from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
+from kvdock_vllm.engine.transfers.fence import Fence
+from kvdock_vllm.engine.transfers.server import ServerCopies
 
 TARGET = Target(1, "model", 16)
 

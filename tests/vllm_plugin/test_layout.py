@@ -14,12 +14,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvdock_vllm.copier import Copier, Part
-from kvdock_vllm.layout import (
-    UnsupportedLayoutError,
-    group_layout,
-    page_order,
-)
+from kvdock_vllm.engine.copier import Copier, Part
+from kvdock_vllm.engine.layout import UnsupportedLayoutError
+from kvdock_vllm.engine.tensor_regions import page_order
+from kvdock_vllm.layout import group_layout
 
 
 def test_outer_order_does_not_matter_to_the_host_but_inner_order_does() -> None:

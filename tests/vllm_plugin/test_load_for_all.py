@@ -18,11 +18,11 @@ from kvdock.v1 import types_pb2
 from kvdock_server.errors import RequestError
 from kvdock_server.rpc.status import to_proto
 from kvdock_server.transfer import gpu
-from kvdock_vllm.metadata import GroupLoad, Target
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import CopyRequest, Mark
-from kvdock_vllm.transfers.fence import Fence
-from kvdock_vllm.transfers.server import ServerCopies
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupLoad, Target
+from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
+from kvdock_vllm.engine.transfers.fence import Fence
+from kvdock_vllm.engine.transfers.server import ServerCopies
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from one_engine import CHUNK, KEYS, READERS, TARGET, Engine

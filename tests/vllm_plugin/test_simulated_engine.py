@@ -35,12 +35,14 @@ from simulator import BLOCK_TOKENS, SimulatedEngine
 from vllm.lora.request import LoRARequest
 
 from kvdock import Client, Session
-from kvdock_vllm import affinity, store_jobs
+from kvdock_vllm import scheduler as scheduler_module
 from kvdock_vllm import worker as worker_module
-from kvdock_vllm.copier import Copier
-from kvdock_vllm.load_jobs import LoadJob
-from kvdock_vllm.metadata import Target
-from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.engine import affinity, store_jobs
+from kvdock_vllm.engine.copier import Copier
+from kvdock_vllm.engine.load_jobs import LoadJob
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import Target
+from kvdock_vllm.parallel import parallel_strategy
 
 # -- hits -------------------------------------------------------------------------------------
 
@@ -612,14 +614,14 @@ def test_a_request_larger_than_the_pool(model: Path, start_server: StartServer) 
 
 def strategies(monkeypatch: pytest.MonkeyPatch, use_mla: Callable[[int | None], bool]) -> None:
     """Of the scheduler (None) and of each worker: is every layer of latent attention?"""
-    from_vllm = ParallelStrategy.from_vllm
 
     def build(*arguments: Any, is_worker: bool) -> ParallelStrategy:
-        strategy = from_vllm(*arguments, is_worker=is_worker)
+        strategy = parallel_strategy(*arguments, is_worker=is_worker)
         worker = strategy.worker_id if is_worker else None
         return dataclasses.replace(strategy, use_mla=use_mla(worker))
 
-    monkeypatch.setattr(ParallelStrategy, "from_vllm", build)
+    for module in (scheduler_module, worker_module):
+        monkeypatch.setattr(module, "parallel_strategy", build)
 
 
 def test_a_draft_model_that_the_scheduler_does_not_see(

@@ -25,12 +25,12 @@ from simulator import Layers, SimulatedEngine
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvdock import Client
-from kvdock_vllm import store_jobs
-from kvdock_vllm import stores as stores_module
 from kvdock_vllm.connector import KVDockConnector
+from kvdock_vllm.engine import store_jobs
+from kvdock_vllm.engine import stores as stores_module
+from kvdock_vllm.engine.lookup import State
+from kvdock_vllm.engine.transfers import SharedTransfers
 from kvdock_vllm.holds import Holds
-from kvdock_vllm.lookup import State
-from kvdock_vllm.transfers import SharedTransfers
 
 pytestmark = pytest.mark.skipif(
     not issubclass(KVDockConnector, SupportsHMA),

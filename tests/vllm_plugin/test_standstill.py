@@ -25,10 +25,10 @@ from simulator import CHUNK_TOKENS, SimulatedEngine
 
 from kvdock.types import BlockRegion, DeviceAllocation, GroupMemory
 from kvdock_vllm import worker as worker_module
-from kvdock_vllm.device_memory import ExportedMemory
+from kvdock_vllm.engine.device.memory import ExportedMemory
+from kvdock_vllm.engine.device.transfers import DeviceTransfers
+from kvdock_vllm.engine.transfers import server as server_transfers
 from kvdock_vllm.scheduler import EXTRA_TOKENS_KEYS
-from kvdock_vllm.transfers import server as server_transfers
-from kvdock_vllm.transfers.device import DeviceTransfers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server" / "transfer"))
 from host_driver import UUID

@@ -19,15 +19,15 @@ import torch
 
 import kvdock
 from kvdock.types import BlockRegion, ChunkStatus, DeviceAllocation, GroupMemory, TransferMode
-from kvdock_vllm.copier import CopyStoppedError, Part
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import GroupLayout, Region
-from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers import CopyRequest, HostMover, Mark, SharedTransfers
-from kvdock_vllm.transfers import device as device_module
-from kvdock_vllm.transfers.device import DeviceTransfers
-from kvdock_vllm.transfers.device_mover import DeviceMover
+from kvdock_vllm.engine.copier import CopyStoppedError, Part
+from kvdock_vllm.engine.device import transfers as device_module
+from kvdock_vllm.engine.device.mover import DeviceMover
+from kvdock_vllm.engine.device.transfers import DeviceTransfers
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import GroupLayout, Region
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
+from kvdock_vllm.engine.transfers import CopyRequest, HostMover, Mark, SharedTransfers
 
 BLOCK_TOKENS = 16
 CHUNKS = 300

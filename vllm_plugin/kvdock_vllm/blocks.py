@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.records import Record
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.records import Record
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.lookup import Lookup, State
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.records import Record
 from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.lookup import Lookup, State
 from kvdock_vllm.metrics import Stats
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.records import Record
 from kvdock_vllm.scheduler_link import SchedulerLink
 
 _log = logging.getLogger(__name__)

@@ -27,19 +27,20 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock_vllm.blocks import blocks_written, follow_blocks
 from kvdock_vllm.config import Config
-from kvdock_vllm.events import Relay, Teller, publishes_events
-from kvdock_vllm.groups import GroupShape, fitting_chunk_tokens
+from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
+from kvdock_vllm.engine.loads import Loads
+from kvdock_vllm.engine.records import Record, Records
+from kvdock_vllm.engine.specs import StoreSpec, Target
+from kvdock_vllm.engine.stores import Stores
+from kvdock_vllm.events import EventDescriber, Relay, publishes_events
 from kvdock_vllm.holds import Holds
 from kvdock_vllm.kernels import cannot_continue_prompts, hits_change_answers, warn_of_no_hits
 from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.loads import Loads
 from kvdock_vllm.lookups import Lookups
-from kvdock_vllm.metadata import StepMetadata, StoreSpec, Target, WorkerDescription, WorkerReport
+from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import Stats
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.records import Record, Records
+from kvdock_vllm.parallel import parallel_strategy
 from kvdock_vllm.scheduler_link import SchedulerLink
-from kvdock_vllm.stores import Stores
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,7 +78,7 @@ class SchedulerHalf:
         self._save_decode = config.save_decode
         # What is computed of a request when a load begins must be whole blocks of every group.
         self._block_tokens = fitting_chunk_tokens(1, shapes)
-        strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=False)
+        strategy = parallel_strategy(vllm_config, kv_cache_config, is_worker=False)
         self._whole_prompts_only = cannot_continue_prompts(vllm_config, strategy)
         self._does_nothing = hits_change_answers(vllm_config, strategy, config)
         if self._does_nothing:
@@ -95,9 +96,8 @@ class SchedulerHalf:
             self._link, strategy, shapes, scopes, self._stats, config.lookup_timeout
         )
         self._loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
-        self._stores = Stores(
-            shapes, scopes, Teller(vllm_config, kv_cache_config), workers=strategy.world_size
-        )
+        describer = EventDescriber(vllm_config, kv_cache_config)
+        self._stores = Stores(shapes, scopes, describer, workers=strategy.world_size)
         self._holds = Holds()
         self._stores_at_the_end = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
         # For the next step's metadata.
@@ -392,7 +392,7 @@ def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any] | N
     return {key: record.extra.loaded for key in EXTRA_TOKENS_KEYS if key in asked} or None
 
 
-def _correct_vllms_count(request: Request, loaded_tokens: int) -> None:
+def _correct_vllms_count(request: Any, loaded_tokens: int) -> None:
     """vLLM counts as cached what it was promised, also where it was not to be had."""
     stats = request.prefill_stats
     if stats is not None:

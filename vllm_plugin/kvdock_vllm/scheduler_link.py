@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 from kvdock import Client, Session
 from kvdock.errors import ServerError
 from kvdock.types import Namespace, SessionRole
-from kvdock_vllm.autostart import Autostart
-from kvdock_vllm.breaker import Breaker
 from kvdock_vllm.config import Config
+from kvdock_vllm.engine.autostart import Autostart
+from kvdock_vllm.engine.breaker import Breaker
+from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
+from kvdock_vllm.engine.link import Link, Live
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.resets import Resets
+from kvdock_vllm.engine.specs import Target
 from kvdock_vllm.events import Relay
-from kvdock_vllm.groups import GroupShape, fitting_chunk_tokens
-from kvdock_vllm.link import Link, Live
-from kvdock_vllm.metadata import Target, WorkerDescription
+from kvdock_vllm.metadata import WorkerDescription
 from kvdock_vllm.namespace import derive_namespace, model_facts
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.resets import Resets
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

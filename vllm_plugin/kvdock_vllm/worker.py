@@ -13,23 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock.types import TransferMode
 from kvdock_vllm.config import Config
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.jobs import Outcomes
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.jobs import Outcomes
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.load_jobs import LoadJobs
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupPages, StoreOutcome
+from kvdock_vllm.engine.store_jobs import StoreJobs
+from kvdock_vllm.engine.transfers import CountWorkers, HostMover, SharedTransfers, Transfers
+from kvdock_vllm.engine.worker_link import WorkerLink
 from kvdock_vllm.kernels import hits_change_answers
-from kvdock_vllm.layout import GroupLayout, group_layout
-from kvdock_vllm.load_jobs import LoadJobs
-from kvdock_vllm.metadata import (
-    GroupPages,
-    StepMetadata,
-    StoreOutcome,
-    WorkerDescription,
-    WorkerReport,
-)
+from kvdock_vllm.layout import group_layout
+from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import Stats, workers_gauge
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.store_jobs import StoreJobs
-from kvdock_vllm.transfers import CountWorkers, HostMover, SharedTransfers, Transfers
-from kvdock_vllm.worker_link import WorkerLink
+from kvdock_vllm.parallel import parallel_strategy
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +58,7 @@ class WorkerHalf:
         transfer: Any = vllm_config.kv_transfer_config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._strategy = ParallelStrategy.from_vllm(vllm_config, kv_cache_config, is_worker=True)
+        self._strategy = parallel_strategy(vllm_config, kv_cache_config, is_worker=True)
         self._transfer_mode = config.transfer_mode
         self._does_nothing = hits_change_answers(vllm_config, self._strategy, config)
         self._kv_caches: Mapping[str, torch.Tensor] = {}
@@ -232,7 +229,7 @@ def _choose_transfers(
             )
         return SharedTransfers(HostMover(layouts), layouts, shapes, strategy, count_workers)
     if kinds == {"cuda"} and len(devices) == 1:
-        from kvdock_vllm.transfers.device import DeviceTransfers
+        from kvdock_vllm.engine.device.transfers import DeviceTransfers
 
         return DeviceTransfers(layouts, shapes, devices.pop(), strategy, wanted, count_workers)
     raise ValueError(f"KVDock does not support KV caches on {sorted(map(str, devices))}")

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvdock.events import Follower, PartId, Removed, Stored
 from kvdock.types import ChunkEventData
-from kvdock_vllm.events.vllm_events import (
-    MEDIA,
-    Adapter,
-    GroupLabel,
-    block_removed,
-    block_stored,
-)
+from kvdock_vllm.events.vllm_events import MEDIA, Adapter, GroupLabel, block_removed, block_stored
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

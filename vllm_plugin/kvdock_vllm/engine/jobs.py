@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvdock.errors import DeadlineExceeded, KVDockError
-from kvdock_vllm import affinity
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.metadata import StoreOutcome
-from kvdock_vllm.transfers import Mark
-from kvdock_vllm.worker_link import WorkerLink
+from kvdock_vllm.engine import affinity
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.specs import StoreOutcome
+from kvdock_vllm.engine.transfers import Mark
+from kvdock_vllm.engine.worker_link import WorkerLink
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ In *server* mode the server copies between its pool and the GPU memory that the 
 *shared* mode the worker copies between its memory and the pool that it maps.
 """
 
-from kvdock_vllm.transfers.base import (
+from kvdock_vllm.engine.transfers.base import (
     CopyRequest,
     CountWorkers,
     Mark,
@@ -12,7 +12,7 @@ from kvdock_vllm.transfers.base import (
     UnansweredError,
     split_blocks,
 )
-from kvdock_vllm.transfers.shared import HostMover, SharedTransfers
+from kvdock_vllm.engine.transfers.shared import HostMover, SharedTransfers
 
 __all__ = [
     "CopyRequest",

@@ -10,14 +10,14 @@ from kvdock import Client, Session
 from kvdock.address import Address
 from kvdock.errors import KVDockError
 from kvdock.types import SessionRole
-from kvdock_vllm.breaker import Breaker
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import GroupLayout
-from kvdock_vllm.link import Link, Live
-from kvdock_vllm.metadata import Target
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers import Transfers
+from kvdock_vllm.engine.breaker import Breaker
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.link import Link, Live
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import Target
+from kvdock_vllm.engine.transfers import Transfers
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock.keys import LoRA
 from kvdock.types import ChunkEventData
-from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.engine.groups import GroupShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,7 +51,7 @@ def adapter_scheme(scheme: str, request: Request, adapter: LoRA) -> str:
     return f"{scheme}/{content.hexdigest()[:16]}"
 
 
-class Teller:
+class EventDescriber:
     """Says what events are to tell of a request's chunks."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -62,7 +62,7 @@ class Teller:
         self._scheme: str | None = None
         self._said_left_out = False
 
-    def tell(
+    def describe(
         self,
         request: Request,
         adapter: LoRA | None,

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvdock_vllm.copier import CopyStoppedError, Part, Stack, check_part, runs, stacks
-from kvdock_vllm.layout import GroupLayout
-from kvdock_vllm.pinning import cut
+from kvdock_vllm.engine.copier import CopyStoppedError, Part, Stack, check_part, runs, stacks
+from kvdock_vllm.engine.device.pinning import cut
+from kvdock_vllm.engine.layout import GroupLayout
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -21,25 +21,25 @@ import torch
 from kvdock import Session
 from kvdock.errors import DeviceMemory, PoolUnmappable
 from kvdock.types import ChunkStatus, TransferMode
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.device_memory import (
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.device.memory import (
     ExportedGroup,
     ExportedMemory,
     NotExportableError,
     ReadyEvents,
     export_memory,
 )
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import GroupLayout
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Copies, CopyRequest, CountWorkers, Mark, Transfers
-from kvdock_vllm.transfers.device_mover import DeviceMover
-from kvdock_vllm.transfers.fence import Fence
-from kvdock_vllm.transfers.server import ServerCopies
-from kvdock_vllm.transfers.shared import SharedTransfers
+from kvdock_vllm.engine.device.mover import DeviceMover
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.transfers.base import Copies, CopyRequest, CountWorkers, Mark, Transfers
+from kvdock_vllm.engine.transfers.fence import Fence
+from kvdock_vllm.engine.transfers.server import ServerCopies
+from kvdock_vllm.engine.transfers.shared import SharedTransfers
 
 if TYPE_CHECKING:
-    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
+    from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvdock_vllm.copier import CopyStoppedError
+from kvdock_vllm.engine.copier import CopyStoppedError
 
 # A server that has not answered for so long is not waited for.
 _ANSWER_SECONDS = 0.25

@@ -19,7 +19,7 @@ from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.types import ChunkStatus, TransferMode
 
 if TYPE_CHECKING:
-    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
+    from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 
 T = TypeVar("T")
 GroupSpec = TypeVar("GroupSpec", "GroupLoad", "GroupStore")

@@ -10,12 +10,12 @@ import torch
 
 from kvdock import Session
 from kvdock.types import Location
-from kvdock_vllm.copier import Part
-from kvdock_vllm.device_copier import STAGING_BYTES, DeviceCopier, Lane
-from kvdock_vllm.layout import GroupLayout
-from kvdock_vllm.pinning import PinnedMemory
-from kvdock_vllm.transfers.base import Stop
-from kvdock_vllm.transfers.shared import Mover
+from kvdock_vllm.engine.copier import Part
+from kvdock_vllm.engine.device.pinning import PinnedMemory
+from kvdock_vllm.engine.device.staged_copier import STAGING_BYTES, DeviceCopier, Lane
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.transfers.base import Stop
+from kvdock_vllm.engine.transfers.shared import Mover
 
 
 @dataclass(frozen=True, slots=True)

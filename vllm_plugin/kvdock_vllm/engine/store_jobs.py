@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from kvdock.types import ChunkStatus, GroupKind
-from kvdock_vllm.block_readers import BlockReader, BlockReaders
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.jobs import Job, Outcomes, background_threads
-from kvdock_vllm.metadata import GroupStore, StoreOutcome, StoreSpec
-from kvdock_vllm.transfers import CopyRequest
-from kvdock_vllm.worker_link import WorkerLink
+from kvdock_vllm.engine.block_readers import BlockReader, BlockReaders
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.jobs import Job, Outcomes, background_threads
+from kvdock_vllm.engine.specs import GroupStore, StoreOutcome, StoreSpec
+from kvdock_vllm.engine.transfers import CopyRequest
+from kvdock_vllm.engine.worker_link import WorkerLink
 
 _log = logging.getLogger(__name__)
 

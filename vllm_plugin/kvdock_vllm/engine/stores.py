@@ -18,16 +18,30 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any, Protocol
 
-from kvdock.types import GroupKind
-from kvdock_vllm.events import Teller
-from kvdock_vllm.groups import NULL_BLOCK, GroupShape
-from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.metadata import GroupStore, StoreOutcome, StoreSpec, Target
-from kvdock_vllm.records import Record
+from kvdock.keys import LoRA
+from kvdock.types import ChunkEventData, GroupKind
+from kvdock_vllm.engine.groups import NULL_BLOCK, GroupShape
+from kvdock_vllm.engine.records import Record, Scopes
+from kvdock_vllm.engine.specs import GroupStore, StoreOutcome, StoreSpec, Target
 
 # What was refused (no memory, a parent that went) is not offered again sooner.
 _RETRY_SECONDS = 1.0
+
+
+class Describer(Protocol):
+    """Says what events are to tell of chunks [first, end) of a request with that adapter."""
+
+    def describe(
+        self,
+        request: Any,
+        adapter: LoRA | None,
+        shape: GroupShape,
+        first: int,
+        end: int,
+        chunk_tokens: int,
+    ) -> tuple[ChunkEventData, ...]: ...
 
 
 @dataclass(slots=True)
@@ -47,7 +61,7 @@ class Stores:
     """Those of one engine. Used by one thread."""
 
     def __init__(
-        self, shapes: Sequence[GroupShape], scopes: ScopeReader, teller: Teller, *, workers: int
+        self, shapes: Sequence[GroupShape], scopes: Scopes, describer: Describer, *, workers: int
     ) -> None:
         self._shapes = shapes
         # A window's part may only follow a chunk that the server knows, by whatever part of it.
@@ -55,7 +69,7 @@ class Stores:
             range(len(shapes)), key=lambda n: shapes[n].kind is not GroupKind.FULL_ATTENTION
         )
         self._scopes = scopes
-        self._teller = teller
+        self._describer = describer
         self._workers = workers
         self._jobs: dict[int, _Job] = {}
         self._num_jobs = 0
@@ -141,7 +155,7 @@ class Stores:
             parent=keys[begin - 1] if begin else b"",
             keys=tuple(keys[begin:end]),
             block_ids=tuple(block for part in parts[gone:] for block in table[part]),
-            event_data=self._teller.tell(
+            event_data=self._describer.describe(
                 record.request, record.adapter, shape, begin, end, target.chunk_tokens
             )
             if target.event_log

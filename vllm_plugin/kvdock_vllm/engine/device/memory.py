@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvdock.types import BlockRegion, DeviceAllocation, GroupMemory
-from kvdock_vllm.cuda import CudaError, Driver
-from kvdock_vllm.layout import GroupLayout
+from kvdock_vllm.engine.device.cuda_driver import CudaError, Driver
+from kvdock_vllm.engine.layout import GroupLayout
 
 
 class NotExportableError(Exception):

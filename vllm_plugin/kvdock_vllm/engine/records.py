@@ -5,17 +5,46 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from kvdock.keys import KeyChain, LoRA
-from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.lookup import Lookup, State
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from kvdock.keys import Extra, KeyChain, LoRA
+from kvdock_vllm.engine.lookup import Lookup, State
 
 _SAMPLE_NUMBER = re.compile(r"\A[0-9]+_")
+
+
+class Request(Protocol):
+    """What an engine knows of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """The prompt's and those that were generated."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    def is_finished(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScope:
+    """How far a request may be cached, and the extras of its keys."""
+
+    extras: tuple[Extra, ...]
+    limit: int | None
+    """Tokens from the first on that may be cached. None: all."""
+
+
+class Scopes(Protocol):
+    """Says it of each request, for chunks of so many tokens."""
+
+    def scope(self, request: Any, chunk_tokens: int) -> CacheScope: ...
 
 
 class ExtraTokens:
@@ -71,7 +100,7 @@ class Record:
     _chain: KeyChain | None = None
     _limit: int | None = None
 
-    def keys(self, scopes: ScopeReader, num_tokens: int, chunk_tokens: int) -> list[bytes]:
+    def keys(self, scopes: Scopes, num_tokens: int, chunk_tokens: int) -> list[bytes]:
         """Keys of the full chunks among the first ``num_tokens`` tokens that are cached."""
         if self._chain is None or self.chunk_tokens != chunk_tokens:
             scope = scopes.scope(self.request, chunk_tokens)

@@ -13,11 +13,11 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvdock_vllm.groups import NULL_BLOCK, GroupShape
-from kvdock_vllm.link import Live
-from kvdock_vllm.lookup import Lookup
-from kvdock_vllm.metadata import GroupLoad, LoadSpec, Target
-from kvdock_vllm.records import Record
+from kvdock_vllm.engine.groups import NULL_BLOCK, GroupShape
+from kvdock_vllm.engine.link import Live
+from kvdock_vllm.engine.lookup import Lookup
+from kvdock_vllm.engine.records import Record
+from kvdock_vllm.engine.specs import GroupLoad, LoadSpec, Target
 
 _log = logging.getLogger(__name__)
 

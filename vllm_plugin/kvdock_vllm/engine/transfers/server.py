@@ -11,13 +11,13 @@ from kvdock import Session
 from kvdock.errors import DeviceMemory, SessionLost
 from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Copies, CopyRequest, UnansweredError, answer
-from kvdock_vllm.transfers.fence import Fence
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.transfers.base import Copies, CopyRequest, UnansweredError, answer
+from kvdock_vllm.engine.transfers.fence import Fence
 
 if TYPE_CHECKING:
-    from kvdock_vllm.metadata import GroupLoad, GroupStore
+    from kvdock_vllm.engine.specs import GroupLoad, GroupStore
 
 _log = logging.getLogger(__name__)
 

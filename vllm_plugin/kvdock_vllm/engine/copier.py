@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvdock_vllm.layout import GroupLayout, Region
+from kvdock_vllm.engine.layout import GroupLayout, Region
 
 if TYPE_CHECKING:
     import numpy.typing as npt

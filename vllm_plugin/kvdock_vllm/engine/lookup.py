@@ -15,8 +15,8 @@ from concurrent.futures import CancelledError, Future, wait
 
 from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.v1 import cache_pb2
-from kvdock_vllm.link import Live
-from kvdock_vllm.metadata import GroupLoad, Target
+from kvdock_vllm.engine.link import Live
+from kvdock_vllm.engine.specs import GroupLoad, Target
 
 _log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 
 from kvdock.errors import KVDockError
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.groups import loads_fail_whole
-from kvdock_vllm.jobs import Job, Outcomes, background_threads
-from kvdock_vllm.metadata import LoadSpec, Target
-from kvdock_vllm.transfers import CopyRequest, UnansweredError, split_blocks
-from kvdock_vllm.worker_link import WorkerLink
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.groups import loads_fail_whole
+from kvdock_vllm.engine.jobs import Job, Outcomes, background_threads
+from kvdock_vllm.engine.specs import LoadSpec, Target
+from kvdock_vllm.engine.transfers import CopyRequest, UnansweredError, split_blocks
+from kvdock_vllm.engine.worker_link import WorkerLink
 
 _log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 from kvdock import Session
 from kvdock.types import ChunkStatus, TransferMode
 from kvdock.v1 import cache_pb2
-from kvdock_vllm.copier import Copier, CopyStoppedError, Part
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import GroupLayout
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import (
+from kvdock_vllm.engine.copier import Copier, CopyStoppedError, Part
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.transfers.base import (
     CopyRequest,
     CountWorkers,
     Mark,
@@ -34,7 +34,7 @@ from kvdock_vllm.transfers.base import (
 )
 
 if TYPE_CHECKING:
-    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
+    from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 
 _log = logging.getLogger(__name__)
 
