@@ -19,7 +19,7 @@ import torch
 
 import kvdock
 from kvdock.types import BlockRegion, ChunkStatus, DeviceAllocation, GroupMemory, TransferMode
-from kvdock_vllm.engine.copier import CopyStoppedError, Part
+from kvdock_vllm.engine.copier import CopyStoppedError, HostBlocks
 from kvdock_vllm.engine.device import transfers as device_module
 from kvdock_vllm.engine.device.mover import DeviceMover
 from kvdock_vllm.engine.device.transfers import DeviceTransfers
@@ -239,10 +239,10 @@ def test_groups_of_unequal_blocks_share_the_staging_buffers(bench: Bench) -> Non
         (0, [7, 1], bench.blocks[:, [7, 1]].transpose(1, 0, 2)),
     ]:
         host = np.zeros(wanted.size, np.uint8)
-        mover.gather(position, [Part(ids, host)], never)
+        mover.gather(position, [HostBlocks(ids, host)], never)
         assert host.tobytes() == wanted.tobytes()
         host[:] = position
-        mover.scatter(position, [Part(ids, host)], never)
+        mover.scatter(position, [HostBlocks(ids, host)], never)
     assert (large[[4, 0, 2]] == 1).all()
     assert (bench.blocks[:, [7, 1]] == 0).all()
     mover.close(bench.session)

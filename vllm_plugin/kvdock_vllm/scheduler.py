@@ -138,7 +138,7 @@ class SchedulerHalf:
         """
         record = self._records.of(request)
         # Only requests that have computed nothing yet, or nothing any more, are asked about.
-        record.is_of_before = False
+        record.predates_reset = False
         # vLLM 0.26 asks even where it may not read a cache. A partly computed block would be
         # overwritten by a load, and others may be using it.
         if (
@@ -231,7 +231,7 @@ class SchedulerHalf:
         held_from: int = 0,
         is_last: bool = False,
     ) -> StoreSpec | None:
-        if record.is_of_before:
+        if record.predates_reset:
             return None
         if not self._save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
@@ -330,7 +330,7 @@ class SchedulerHalf:
         for record in self._records.values():
             record.forget_lookup()
             record.stored_chunks = 0
-            record.is_of_before = any(record.tables)
+            record.predates_reset = any(record.tables)
         self._link.reset(self._stores.under_way)
         return True
 

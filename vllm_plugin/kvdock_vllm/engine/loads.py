@@ -26,7 +26,7 @@ _MOST_SHOWN = 8
 
 
 @dataclass(slots=True)
-class Load:
+class PendingLoad:
     """Of one request. It outlives a request that is aborted meanwhile."""
 
     lookup: Lookup | None
@@ -62,7 +62,7 @@ def plan_load(
     *,
     is_usable: bool,
     all_or_nothing: bool,
-) -> Load:
+) -> PendingLoad:
     """The load of ``num_tokens`` tokens behind those that were computed when ``lookup`` was told.
 
     ``is_usable`` is whether the server still has what it promised. Locks on what is not going to be
@@ -106,7 +106,7 @@ def plan_load(
         all_or_nothing=all_or_nothing,
         target=hit.target if hit is not None else None,
     )
-    return Load(lookup, spec, first_token, num_tokens, loaded_tokens=num_tokens)
+    return PendingLoad(lookup, spec, first_token, num_tokens, loaded_tokens=num_tokens)
 
 
 def _group_load(
@@ -146,7 +146,7 @@ class Loads:
         """``all_or_nothing``: if one block fails, the load does."""
         self._shapes = shapes
         self._all_or_nothing = all_or_nothing
-        self.under_way: dict[str, Load] = {}
+        self.under_way: dict[str, PendingLoad] = {}
         """By request."""
         self._new: list[LoadSpec] = []
 
@@ -183,7 +183,7 @@ class Loads:
             if (failed := self.under_way.get(request_id)) is not None:
                 failed.note_failure()
 
-    def end(self, request_id: str) -> Load | None:
+    def end(self, request_id: str) -> PendingLoad | None:
         """All workers are done with the load of a request: which that was, if it is known."""
         load = self.under_way.pop(request_id, None)
         if load is not None and load.lookup is not None:

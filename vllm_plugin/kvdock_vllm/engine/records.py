@@ -80,7 +80,7 @@ class Record:
     """For each group of the model the request's blocks, as vLLM told them last. A block that its
     group does not need any more may have become another's since."""
     lookup: Lookup | None = None
-    is_of_before: bool = False
+    predates_reset: bool = False
     """Some of its KV was computed before the cache was reset: nothing of it is stored."""
     bypass: bool = False
     """A load failed: loads no more, so as not to fail again and again."""

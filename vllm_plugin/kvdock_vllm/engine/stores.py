@@ -45,7 +45,7 @@ class Describer(Protocol):
 
 
 @dataclass(slots=True)
-class _Job:
+class _PendingStore:
     """A store under way."""
 
     record: Record
@@ -71,7 +71,7 @@ class Stores:
         self._scopes = scopes
         self._describer = describer
         self._workers = workers
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _PendingStore] = {}
         self._num_jobs = 0
 
     @property
@@ -123,7 +123,7 @@ class Stores:
         record.jobs.add(job_id)
         block_ids = frozenset(block for group in groups for block in group.block_ids)
         of_windows = sorted(self._of_windows(groups, chunk_tokens))
-        self._jobs[job_id] = _Job(record, block_ids, of_windows, self._workers)
+        self._jobs[job_id] = _PendingStore(record, block_ids, of_windows, self._workers)
         return StoreSpec(job_id, record.request.request_id, groups, target)
 
     def _group_store(
@@ -165,7 +165,7 @@ class Stores:
     def _of_windows(
         self, groups: Iterable[GroupStore], chunk_tokens: int
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """As :class:`_Job` has them, in any order."""
+        """As :class:`_PendingStore` has them, in any order."""
         for group in groups:
             shape = self._shapes[group.position]
             if not shape.window_tokens:

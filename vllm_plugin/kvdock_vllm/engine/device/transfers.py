@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,13 +33,17 @@ from kvdock_vllm.engine.device.mover import DeviceMover
 from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.layout import GroupLayout
 from kvdock_vllm.engine.parallel import ParallelStrategy
-from kvdock_vllm.engine.transfers.base import Copies, CopyRequest, CountWorkers, Mark, Transfers
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
+from kvdock_vllm.engine.transfers.base import (
+    ChunkTransfers,
+    CopyRequest,
+    CountWorkers,
+    Mark,
+    Transfers,
+)
 from kvdock_vllm.engine.transfers.fence import Fence
-from kvdock_vllm.engine.transfers.server import ServerCopies
+from kvdock_vllm.engine.transfers.server import ServerChunkTransfers
 from kvdock_vllm.engine.transfers.shared import SharedTransfers
-
-if TYPE_CHECKING:
-    from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ class _Choice:
     """How a session's bytes move."""
 
     namespace: str
-    copies: Copies | None
+    transfers: ChunkTransfers | None
     """None: not at all."""
 
 
@@ -74,7 +78,7 @@ class DeviceTransfers(Transfers):
         self._wanted = wanted
         self._count_workers = count_workers
         self._fence = Fence()
-        self._server = ServerCopies(strategy, self._fence)
+        self._server = ServerChunkTransfers(strategy, self._fence)
         self._shared = SharedTransfers(
             DeviceMover(layouts, device), layouts, shapes, strategy, count_workers
         )
@@ -94,7 +98,7 @@ class DeviceTransfers(Transfers):
         """Nothing can be done before the namespace is known."""
 
     def expect(self, session: Session, target: Target) -> None:
-        self._copies(session, target)
+        self._transfers_of(session, target)
 
     def mark(self) -> Mark:
         if self._events is not None:
@@ -108,19 +112,19 @@ class DeviceTransfers(Transfers):
         return Mark(event.query)
 
     def load(self, request: CopyRequest[GroupLoad]) -> list[bool]:
-        with self._chosen(request.session, request.target) as copies:
-            return copies.load(request)
+        with self._chosen(request.session, request.target) as transfers:
+            return transfers.load(request)
 
     def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
-        with self._chosen(request.session, request.target) as copies:
-            return copies.store(request)
+        with self._chosen(request.session, request.target) as transfers:
+            return transfers.store(request)
 
     def wait_for_end(self, session: Session) -> None:
         with self._lock:
             self._over.add(session)
             self._end(session)
 
-    def _copies(self, session: Session, target: Target) -> Copies:
+    def _transfers_of(self, session: Session, target: Target) -> ChunkTransfers:
         """What moves the session's bytes. Raises KVDockError; CopyStoppedError if nothing does."""
         with self._lock:
             if session in self._over:
@@ -130,23 +134,23 @@ class DeviceTransfers(Transfers):
                 self._end(session)
                 choice = _Choice(target.namespace, self._choose(session, target))
                 self._choices[session] = choice
-            if choice.copies is None:
+            if choice.transfers is None:
                 raise CopyStoppedError
-            return choice.copies
+            return choice.transfers
 
     @contextmanager
-    def _chosen(self, session: Session, target: Target) -> Iterator[Copies]:
-        """What moves the session's bytes, as :meth:`_copies`.
+    def _chosen(self, session: Session, target: Target) -> Iterator[ChunkTransfers]:
+        """What moves the session's bytes, as :meth:`_transfers_of`.
 
         If the server can use the memory no more, what comes next finds out what is left.
         """
-        copies = self._copies(session, target)
+        transfers = self._transfers_of(session, target)
         try:
-            yield copies
+            yield transfers
         except DeviceMemory:
             with self._lock:
                 choice = self._choices.get(session)
-                if choice is not None and choice.copies is copies:
+                if choice is not None and choice.transfers is transfers:
                     self._end(session)
             raise
 
@@ -155,13 +159,13 @@ class DeviceTransfers(Transfers):
         choice = self._choices.pop(session, None)
         if choice is None:
             return
-        if choice.copies is self._shared:
+        if choice.transfers is self._shared:
             self._shared.wait_for_end(session)
-        elif choice.copies is self._server:
+        elif choice.transfers is self._server:
             # The server lets go of the memory when the session's stream ends.
             self._count_workers(TransferMode.SERVER, -1)
 
-    def _choose(self, session: Session, target: Target) -> Copies | None:
+    def _choose(self, session: Session, target: Target) -> ChunkTransfers | None:
         """Hands the memory to the server, or agrees with it on shared mode; None if neither can be.
 
         Says which and why, in the log.
@@ -212,6 +216,6 @@ class DeviceTransfers(Transfers):
             return nothing, str(error)
 
     @staticmethod
-    def _no_way(reason: str) -> Copies | None:
+    def _no_way(reason: str) -> ChunkTransfers | None:
         _log.warning("KVDock does not cache for this worker: %s", reason)
         return None

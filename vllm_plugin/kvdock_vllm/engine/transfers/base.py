@@ -12,18 +12,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from kvdock import Session
 from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.types import ChunkStatus, TransferMode
-
-if TYPE_CHECKING:
-    from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
+from kvdock_vllm.engine.copier import Stop
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 
 T = TypeVar("T")
-GroupSpec = TypeVar("GroupSpec", "GroupLoad", "GroupStore")
-Stop = Callable[[], bool]
+GroupSpec = TypeVar("GroupSpec", GroupLoad, GroupStore)
 Reading = Callable[[], AbstractContextManager[None]]
 """Entered while a store reads the engine's blocks. Raises CopyStoppedError where it must not."""
 CountWorkers = Callable[[TransferMode, int], None]
@@ -70,7 +68,7 @@ class CopyRequest(Generic[GroupSpec]):
     """A store reads the engine's blocks only within this."""
 
 
-class Copies(ABC):
+class ChunkTransfers(ABC):
     """Moves the chunks of loads and stores, of one group at a time."""
 
     @abstractmethod
@@ -89,7 +87,7 @@ class Copies(ABC):
         """
 
 
-class Transfers(Copies):
+class Transfers(ChunkTransfers):
     """Copies for the sessions of a worker."""
 
     @abstractmethod

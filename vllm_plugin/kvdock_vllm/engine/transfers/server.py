@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvdock import Session
 from kvdock.errors import DeviceMemory, SessionLost
@@ -13,11 +13,9 @@ from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.engine.copier import CopyStoppedError
 from kvdock_vllm.engine.parallel import ParallelStrategy
-from kvdock_vllm.engine.transfers.base import Copies, CopyRequest, UnansweredError, answer
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore
+from kvdock_vllm.engine.transfers.base import ChunkTransfers, CopyRequest, UnansweredError, answer
 from kvdock_vllm.engine.transfers.fence import Fence
-
-if TYPE_CHECKING:
-    from kvdock_vllm.engine.specs import GroupLoad, GroupStore
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +26,7 @@ _PIECE_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 
 
-class ServerCopies(Copies):
+class ServerChunkTransfers(ChunkTransfers):
     """Has the server copy. The session must have registered the memory.
 
     Of workers that read the same shard one loads for all (``ParallelStrategy.fills``): the bytes

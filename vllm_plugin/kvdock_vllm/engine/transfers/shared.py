@@ -14,27 +14,23 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from kvdock import Session
 from kvdock.types import ChunkStatus, TransferMode
 from kvdock.v1 import cache_pb2
-from kvdock_vllm.engine.copier import Copier, CopyStoppedError, Part
+from kvdock_vllm.engine.copier import Copier, CopyStoppedError, HostBlocks, Stop
 from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.layout import GroupLayout
 from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 from kvdock_vllm.engine.transfers.base import (
     CopyRequest,
     CountWorkers,
     Mark,
-    Stop,
     Transfers,
     answer,
     split_blocks,
 )
-
-if TYPE_CHECKING:
-    from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +60,7 @@ class Mover(ABC):
         """None is under way any more, and none will follow."""
 
     @abstractmethod
-    def gather(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def gather(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         """Copies blocks of the group of that position to the host.
 
         Raises CopyStoppedError as soon as ``stop()`` is true. However it ends, no copy is under
@@ -72,7 +68,7 @@ class Mover(ABC):
         """
 
     @abstractmethod
-    def scatter(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def scatter(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         """The way back, likewise."""
 
 
@@ -88,10 +84,10 @@ class HostMover(Mover):
     def close(self, session: Session) -> None:
         """Nothing was kept."""
 
-    def gather(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def gather(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         self._copiers[position].gather(parts, stop)
 
-    def scatter(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def scatter(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         self._copiers[position].scatter(parts, stop)
 
 
@@ -149,7 +145,7 @@ class SharedTransfers(Transfers):
             location = result.location if result.status is ChunkStatus.RETRIEVED else None
             if location is not None:
                 begin, end = skip * block_bytes, (skip + len(block_ids)) * block_bytes
-                parts.append(Part(block_ids, session.pool.array(location)[begin:end]))
+                parts.append(HostBlocks(block_ids, session.pool.array(location)[begin:end]))
             filled.append(location is not None)
         if parts:
             _wait(request.ready, request.stop, _LOAD_READY_SECONDS)
@@ -205,7 +201,7 @@ class SharedTransfers(Transfers):
                 if location is None:
                     raise ValueError(f"the server reserved chunk {index} and did not say where")
                 block_ids = group.block_ids[index * in_part : (index + 1) * in_part]
-                parts.append(Part(block_ids, session.pool.array(location)))
+                parts.append(HostBlocks(block_ids, session.pool.array(location)))
             with request.reading():
                 _wait(request.ready, request.stop, _STORE_READY_SECONDS)
                 with self._using(session):
