@@ -69,13 +69,17 @@ def test_one_event_is_one_failure_and_over_with_the_first_answer(
     assert not breaker.succeeded()
 
 
-def test_it_stays_open_as_long_as_heartbeats_are_answered_late() -> None:
+def test_it_stays_open_as_long_as_heartbeats_are_answered_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("kvdock_vllm.engine.breaker.time.monotonic", lambda: now)
     heartbeats: Any = Heartbeats()
     breaker = Breaker(heartbeats, 0.05)
-    breaker.failed(time.monotonic())
+    breaker.failed(now)
     for number in range(3):
         assert len(heartbeats.sent) == number + 1
-        time.sleep(0.1)
+        now += 0.1
         heartbeats.sent[-1].set_result("late")
         assert breaker.is_open
     heartbeats.sent[-1].set_result("in time")

@@ -239,7 +239,7 @@ def test_what_cannot_succeed_is_not_tried_again(
     prepare.refuse = ValueError("this model is not supported")
     link = make_link(server.address)
     link.start(5)
-    time.sleep(0.5)
+    eventually(lambda: all(thread.name != "kvdock-test" for thread in threading.enumerate()))
     assert link.current is None
     assert prepare.count == 1
     assert "this model is not supported" in caplog.text
