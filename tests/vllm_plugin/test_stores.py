@@ -29,9 +29,8 @@ def record() -> Record:
 
 @pytest.fixture
 def stores() -> Stores:
-    scopes: Any = SimpleNamespace(scope=lambda request, chunk_tokens: CacheScope((), None))
-    describer: Any = None
-    return Stores([WINDOW, FULL], scopes, describer, workers=1)
+    describe: Any = None
+    return Stores([WINDOW, FULL], lambda *_: CacheScope((), None), describe, workers=1)
 
 
 def chunks(spec: StoreSpec | None) -> dict[int, tuple[int, int]]:

@@ -27,7 +27,8 @@ from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.layout import GroupLayout, Region
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
-from kvdock_vllm.engine.transfers import CopyRequest, HostMover, Mark, SharedTransfers
+from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
+from kvdock_vllm.engine.transfers.shared import HostMover, SharedTransfers
 
 BLOCK_TOKENS = 16
 CHUNKS = 300
@@ -143,16 +144,20 @@ def test_a_chunk_that_is_not_to_be_had_costs_only_itself(bench: Bench, kind: str
 @each_mover
 def test_a_store_waits_for_what_is_still_being_computed(bench: Bench, kind: str) -> None:
     transfers = bench.shared(kind)
-    computed = threading.Event()
+    asked, computed = threading.Event(), threading.Event()
+
+    def is_computed() -> bool:
+        asked.set()
+        return computed.is_set()
 
     def compute() -> None:
-        time.sleep(0.2)
+        assert asked.wait(10)
         bench.blocks[:] = 7
         computed.set()
 
     thread = threading.Thread(target=compute)
     thread.start()
-    bench.store(transfers, Mark(computed.is_set), chunks=9)
+    bench.store(transfers, Mark(is_computed), chunks=9)
     thread.join()
     bench.blocks[:] = 0
     hit = bench.scheduler.lookup("n", KEYS[:9])
@@ -167,11 +172,15 @@ def test_a_load_waits_for_who_still_reads(bench: Bench, kind: str) -> None:
     transfers = bench.shared(kind)
     bench.store(transfers, chunks=9)
     bench.blocks[:] = 0
-    read = threading.Event()
+    asked, read = threading.Event(), threading.Event()
     seen: list[bool] = []
 
+    def is_read() -> bool:
+        asked.set()
+        return read.is_set()
+
     def look() -> None:
-        time.sleep(0.2)
+        assert asked.wait(10)
         seen.append(bool((bench.blocks == 0).all()))
         read.set()
 
@@ -179,7 +188,7 @@ def test_a_load_waits_for_who_still_reads(bench: Bench, kind: str) -> None:
     thread.start()
     hit = bench.scheduler.lookup("n", KEYS[:9])
     assert hit.lease is not None
-    assert all(bench.load(transfers, hit.lease.id, IDS[:9], Mark(read.is_set)))
+    assert all(bench.load(transfers, hit.lease.id, IDS[:9], Mark(is_read)))
     thread.join()
     assert seen == [True]
 

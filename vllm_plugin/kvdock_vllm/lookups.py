@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.lookup import Lookup, State
 from kvdock_vllm.engine.parallel import ParallelStrategy
-from kvdock_vllm.engine.records import Record
-from kvdock_vllm.keys import ScopeReader
+from kvdock_vllm.engine.records import ReadScope, Record
 from kvdock_vllm.metrics import Stats
 from kvdock_vllm.scheduler_link import SchedulerLink
 
@@ -32,7 +31,7 @@ class Lookups:
         link: SchedulerLink,
         strategy: ParallelStrategy,
         shapes: Sequence[GroupShape],
-        scopes: ScopeReader,
+        read_scope: ReadScope,
         stats: Stats,
         timeout: float,
     ) -> None:
@@ -41,7 +40,7 @@ class Lookups:
         self._readers = strategy.world_size
         # What a group lacks for the last token of a prompt must be computed.
         self._tokens_left_out = any(shape.lacks_a_block_for_the_last_token for shape in shapes)
-        self._scopes = scopes
+        self._read_scope = read_scope
         self._stats = stats
         self._timeout = timeout
         self._idle_wait = _IDLE_WAIT_SECONDS if strategy.steps_alone else 0.0
@@ -58,7 +57,7 @@ class Lookups:
         if live is None or self._link.breaker.is_open:
             return
         num_tokens = record.request.num_tokens - self._tokens_left_out
-        keys = record.keys(self._scopes, num_tokens, live.prepared.chunk_tokens)
+        keys = record.keys(self._read_scope, num_tokens, live.prepared.chunk_tokens)
         if self._link.relay is not None:
             self._link.relay.know_adapter(record.request, record.adapter)
         if keys:

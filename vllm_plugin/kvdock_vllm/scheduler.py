@@ -91,13 +91,13 @@ class SchedulerHalf:
         self._stats = Stats()
         self._records = Records(len(shapes))
         self._link = SchedulerLink(vllm_config, strategy, shapes, config, self._relay)
-        scopes = ScopeReader(vllm_config)
+        read_scope = ScopeReader(vllm_config).scope
         self._lookups = Lookups(
-            self._link, strategy, shapes, scopes, self._stats, config.lookup_timeout
+            self._link, strategy, shapes, read_scope, self._stats, config.lookup_timeout
         )
         self._loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
-        describer = EventDescriber(vllm_config, kv_cache_config)
-        self._stores = Stores(shapes, scopes, describer, workers=strategy.world_size)
+        describe = EventDescriber(vllm_config, kv_cache_config).describe
+        self._stores = Stores(shapes, read_scope, describe, workers=strategy.world_size)
         self._holds = Holds()
         self._stores_at_the_end = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
         # For the next step's metadata.

@@ -20,7 +20,8 @@ from kvdock_vllm.engine.load_jobs import LoadJobs
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.specs import GroupPages, StoreOutcome
 from kvdock_vllm.engine.store_jobs import StoreJobs
-from kvdock_vllm.engine.transfers import CountWorkers, HostMover, SharedTransfers, Transfers
+from kvdock_vllm.engine.transfers.base import CountWorkers, Transfers
+from kvdock_vllm.engine.transfers.shared import HostMover, SharedTransfers
 from kvdock_vllm.engine.worker_link import WorkerLink
 from kvdock_vllm.kernels import hits_change_answers
 from kvdock_vllm.layout import group_layout

@@ -15,7 +15,7 @@ from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock_vllm.engine import affinity
 from kvdock_vllm.engine.copier import CopyStoppedError
 from kvdock_vllm.engine.specs import StoreOutcome
-from kvdock_vllm.engine.transfers import Mark
+from kvdock_vllm.engine.transfers.base import Mark
 from kvdock_vllm.engine.worker_link import WorkerLink
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from kvdock_vllm.engine.copier import CopyStoppedError
 from kvdock_vllm.engine.groups import loads_fail_whole
 from kvdock_vllm.engine.jobs import Job, Outcomes, background_threads
 from kvdock_vllm.engine.specs import LoadSpec, Target
-from kvdock_vllm.engine.transfers import CopyRequest, UnansweredError, split_blocks
+from kvdock_vllm.engine.transfers.base import CopyRequest, UnansweredError, split_blocks
 from kvdock_vllm.engine.worker_link import WorkerLink
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -41,10 +41,8 @@ class CacheScope:
     """Tokens from the first on that may be cached. None: all."""
 
 
-class Scopes(Protocol):
-    """Says it of each request, for chunks of so many tokens."""
-
-    def scope(self, request: Any, chunk_tokens: int) -> CacheScope: ...
+ReadScope = Callable[[Any, int], CacheScope]
+"""Says it of a request, for chunks of so many tokens."""
 
 
 class ExtraTokens:
@@ -100,10 +98,10 @@ class Record:
     _chain: KeyChain | None = None
     _limit: int | None = None
 
-    def keys(self, scopes: Scopes, num_tokens: int, chunk_tokens: int) -> list[bytes]:
+    def keys(self, read_scope: ReadScope, num_tokens: int, chunk_tokens: int) -> list[bytes]:
         """Keys of the full chunks among the first ``num_tokens`` tokens that are cached."""
         if self._chain is None or self.chunk_tokens != chunk_tokens:
-            scope = scopes.scope(self.request, chunk_tokens)
+            scope = read_scope(self.request, chunk_tokens)
             self._limit = scope.limit
             self.adapter = next((one for one in scope.extras if isinstance(one, LoRA)), None)
             self._chain = KeyChain(chunk_tokens, scope.extras)

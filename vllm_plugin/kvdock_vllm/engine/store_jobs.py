@@ -16,7 +16,7 @@ from kvdock_vllm.engine.copier import CopyStoppedError
 from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.jobs import Job, Outcomes, background_threads
 from kvdock_vllm.engine.specs import GroupStore, StoreOutcome, StoreSpec
-from kvdock_vllm.engine.transfers import CopyRequest
+from kvdock_vllm.engine.transfers.base import CopyRequest
 from kvdock_vllm.engine.worker_link import WorkerLink
 
 _log = logging.getLogger(__name__)

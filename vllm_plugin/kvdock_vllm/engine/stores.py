@@ -15,33 +15,24 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from kvdock.keys import LoRA
 from kvdock.types import ChunkEventData, GroupKind
 from kvdock_vllm.engine.groups import NULL_BLOCK, GroupShape
-from kvdock_vllm.engine.records import Record, Scopes
+from kvdock_vllm.engine.records import ReadScope, Record
 from kvdock_vllm.engine.specs import GroupStore, StoreOutcome, StoreSpec, Target
 
 # What was refused (no memory, a parent that went) is not offered again sooner.
 _RETRY_SECONDS = 1.0
 
 
-class Describer(Protocol):
-    """Says what events are to tell of chunks [first, end) of a request with that adapter."""
-
-    def describe(
-        self,
-        request: Any,
-        adapter: LoRA | None,
-        shape: GroupShape,
-        first: int,
-        end: int,
-        chunk_tokens: int,
-    ) -> tuple[ChunkEventData, ...]: ...
+Describe = Callable[[Any, LoRA | None, GroupShape, range, int], tuple[ChunkEventData, ...]]
+"""Says what events are to tell of a request with an adapter: of one group's parts of a range of its
+chunks, which have so many tokens."""
 
 
 @dataclass(slots=True)
@@ -61,15 +52,20 @@ class Stores:
     """Those of one engine. Used by one thread."""
 
     def __init__(
-        self, shapes: Sequence[GroupShape], scopes: Scopes, describer: Describer, *, workers: int
+        self,
+        shapes: Sequence[GroupShape],
+        read_scope: ReadScope,
+        describe: Describe,
+        *,
+        workers: int,
     ) -> None:
         self._shapes = shapes
         # A window's part may only follow a chunk that the server knows, by whatever part of it.
         self._positions = sorted(
             range(len(shapes)), key=lambda n: shapes[n].kind is not GroupKind.FULL_ATTENTION
         )
-        self._scopes = scopes
-        self._describer = describer
+        self._read_scope = read_scope
+        self._describe = describe
         self._workers = workers
         self._jobs: dict[int, _PendingStore] = {}
         self._num_jobs = 0
@@ -102,7 +98,7 @@ class Stores:
             return None
         if time.monotonic() < record.retry_at and not is_last:
             return None
-        keys = record.keys(self._scopes, num_tokens, chunk_tokens)
+        keys = record.keys(self._read_scope, num_tokens, chunk_tokens)
         complete = (
             len(table) // shape.chunk_blocks(chunk_tokens)
             for shape, table in zip(self._shapes, record.tables, strict=True)
@@ -155,8 +151,8 @@ class Stores:
             parent=keys[begin - 1] if begin else b"",
             keys=tuple(keys[begin:end]),
             block_ids=tuple(block for part in parts[gone:] for block in table[part]),
-            event_data=self._describer.describe(
-                record.request, record.adapter, shape, begin, end, target.chunk_tokens
+            event_data=self._describe(
+                record.request, record.adapter, shape, range(begin, end), target.chunk_tokens
             )
             if target.event_log
             else (),

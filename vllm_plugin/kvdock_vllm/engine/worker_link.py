@@ -17,7 +17,7 @@ from kvdock_vllm.engine.layout import GroupLayout
 from kvdock_vllm.engine.link import Link, Live
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.specs import Target
-from kvdock_vllm.engine.transfers import Transfers
+from kvdock_vllm.engine.transfers.base import Transfers
 
 _log = logging.getLogger(__name__)
 

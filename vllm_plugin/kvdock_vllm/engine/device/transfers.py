@@ -102,7 +102,7 @@ class DeviceTransfers(Transfers):
 
     def mark(self) -> Mark:
         if self._events is not None:
-            event, handle = self._events.record_event()
+            event, handle = self._events.record()
             return Mark(event.query, handle)
         if self._device.type != "cuda":
             return Mark()  # nothing is ever queued
