@@ -29,7 +29,7 @@ from kvdock_vllm.blocks import blocks_written, follow_blocks
 from kvdock_vllm.config import Config
 from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
 from kvdock_vllm.engine.loads import Loads
-from kvdock_vllm.engine.records import Record, Records
+from kvdock_vllm.engine.records import Record
 from kvdock_vllm.engine.specs import StoreSpec, Target
 from kvdock_vllm.engine.stores import Stores
 from kvdock_vllm.events import EventDescriber, Relay, publishes_events
@@ -40,6 +40,7 @@ from kvdock_vllm.lookups import Lookups
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import Stats
 from kvdock_vllm.parallel import parallel_strategy
+from kvdock_vllm.records import Records
 from kvdock_vllm.scheduler_link import SchedulerLink
 
 if TYPE_CHECKING:

@@ -34,12 +34,12 @@ class GroupShape:
     """Tokens a block."""
     layer_names: tuple[str, ...]
     window_tokens: int = 0
-    """Tokens that vLLM holds for the next one, which is counted: 0 for full attention, all."""
+    """Tokens that are held for the next one, which is counted: 0 for full attention, all."""
 
     def first_needed_block(self, num_tokens: int) -> int:
         """Index of the first block that is needed to go on after ``num_tokens`` tokens.
 
-        vLLM's tables have the null block before it, or nothing worth anything.
+        Tables have the null block before it, or nothing worth anything.
         """
         if not self.window_tokens:
             return 0
@@ -74,10 +74,10 @@ class GroupShape:
 
     @property
     def lacks_a_block_for_the_last_token(self) -> bool:
-        """Whether vLLM computes the last token of a prompt that was loaded whole without all that
-        the token sees.
+        """Whether the last token of a prompt that was loaded whole is computed without all that it
+        sees.
 
-        It makes room for the token after the prompt, whose window begins one token later; where
+        vLLM makes room for the token after the prompt, whose window begins one token later; where
         that is in another block, the one before is missing.
         """
         return self.window_tokens > 1 and (self.window_tokens - 1) % self.block_tokens == 0
@@ -86,8 +86,8 @@ class GroupShape:
 def loads_fail_whole(shapes: Sequence[GroupShape]) -> bool:
     """Whether of a load that failed in part nothing can be used.
 
-    Else vLLM computes from the first block on that failed. But with several groups a block id may
-    stand for blocks of each, and a window's blocks before the failed one were never loaded.
+    Else the engine computes from the first block on that failed. But with several groups a block id
+    may stand for blocks of each, and a window's blocks before the failed one were never loaded.
     """
     return len(shapes) > 1 or any(shape.window_tokens for shape in shapes)
 

@@ -1,6 +1,6 @@
 """Loads of a worker: they fill the engine's blocks on background threads.
 
-A load that fails tells which blocks were not filled, and vLLM computes these instead.
+A load that fails tells which blocks were not filled, and the engine computes these.
 """
 
 from __future__ import annotations

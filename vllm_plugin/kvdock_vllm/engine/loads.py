@@ -1,9 +1,9 @@
 """Loads under way: which blocks of a request a hit fills, and what became of it.
 
-vLLM waits for a load whatever happens, so there is one for whatever it was promised; one that
+The engine waits for a load whatever happens, so there is one for whatever it was promised; one that
 cannot be is planned without target, and fails.
 
-With full attention alone vLLM is told which blocks failed, and computes from the first of them on.
+With full attention alone the engine is told which blocks failed, and computes from the first on.
 With windows, or several groups, a load fails as a whole (``groups.loads_fail_whole``).
 """
 
@@ -89,8 +89,8 @@ def plan_load(
             misfits.append(_described(group, len(blocks), locked))
     if hit is not None and misfits:
         _log.error(
-            "request %s: vLLM asks for tokens [%d, %d) of a hit of %d chunks, which does not fit: "
-            "%s. The tokens are computed instead",
+            "request %s: the engine asks for tokens [%d, %d) of a hit of %d chunks, which does not "
+            "fit: %s. The tokens are computed instead",
             request_id,
             first_token,
             end_token,

@@ -1,17 +1,13 @@
-"""What the scheduler's half knows of each request that vLLM has not finished."""
+"""What is known of a request that the engine has not finished."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 from kvdock.keys import Extra, KeyChain, LoRA
 from kvdock_vllm.engine.lookup import Lookup, State
-
-_SAMPLE_NUMBER = re.compile(r"\A[0-9]+_")
 
 
 class Request(Protocol):
@@ -48,8 +44,7 @@ ReadScope = Callable[[Any, int], CacheScope]
 class ExtraTokens:
     """What the answer to one prompt tells of: its tokens that came from here.
 
-    vLLM makes a request of each sample of a prompt (``n`` > 1), and tells only what the last one to
-    end was told. That one may have found in the engine what another had loaded. So they share this.
+    All samples of a prompt share it: one may find in the engine what another had loaded.
     """
 
     def __init__(self) -> None:
@@ -61,13 +56,6 @@ class ExtraTokens:
         self.loaded = max(self.loaded, tokens)
 
 
-def prompt_id(request_id: str) -> str:
-    """The same for all samples of a prompt: vLLM numbers them before the prompt's own id
-    (``ParentRequest.get_child_info``).
-    """
-    return _SAMPLE_NUMBER.sub("", request_id)
-
-
 @dataclass(slots=True)
 class Record:
     """One request."""
@@ -75,7 +63,7 @@ class Record:
     request: Request
     extra: ExtraTokens
     tables: list[list[int]]
-    """For each group of the model the request's blocks, as vLLM told them last. A block that its
+    """For each group of the model the request's blocks, as they were told last. A block that its
     group does not need any more may have become another's since."""
     lookup: Lookup | None = None
     predates_reset: bool = False
@@ -90,7 +78,7 @@ class Record:
     jobs: set[int] = field(default_factory=set)
     """Stores under way that read the request's blocks."""
     admitted: bool = False
-    """vLLM has decided once how much of the request it loads: what became of that is counted."""
+    """The engine has decided how much of the request it loads: what became of that is counted."""
     chunk_tokens: int = 0
     """Of the keys; 0 before the first."""
     adapter: LoRA | None = None
@@ -136,22 +124,3 @@ class Record:
         if self.lookup is not None:
             self.lookup.close()
             self.lookup = None
-
-
-class Records(dict[str, Record]):
-    """By request_id."""
-
-    def __init__(self, num_groups: int) -> None:
-        super().__init__()
-        self._num_groups = num_groups
-        # Each as long as the records of its samples.
-        self._extras: WeakValueDictionary[str, ExtraTokens] = WeakValueDictionary()
-
-    def of(self, request: Request) -> Record:
-        """The request's record, made if there is none yet."""
-        record = self.get(request.request_id)
-        if record is None:
-            tables: list[list[int]] = [[] for _ in range(self._num_groups)]
-            extra = self._extras.setdefault(prompt_id(request.request_id), ExtraTokens())
-            record = self[request.request_id] = Record(request, extra, tables)
-        return record

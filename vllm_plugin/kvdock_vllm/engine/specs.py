@@ -45,7 +45,7 @@ class GroupLoad:
     block_ids: tuple[int, ...]
     """The engine's blocks to fill, from there on. The last part's may be fewer than it has."""
     lease_id: int
-    """Of the hit; 0 if it is void."""
+    """Of the hit; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

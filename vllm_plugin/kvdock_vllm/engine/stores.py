@@ -5,10 +5,10 @@ of its part, because what a window needs after the chunk it needs in this step a
 may be gone, when a store is offered again that was refused; then the other groups' parts are stored
 without it, and no hit ends there.
 
-A store reads blocks for a while after the step. Blocks of a finished request vLLM holds for it.
-Those of a preempted one it gives to others, and those that a window has left behind as well, though
-last of all (holds.py). So each step names the stores whose blocks are about to be written into, and
-the workers end them before.
+A store reads blocks for a while after the step. Blocks of a finished request the engine holds.
+Those of a preempted one it gives to others, and those that a window has left behind as well. So
+each step names the stores whose blocks are about to be written into, and the workers end them
+before.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class Stores:
         found: dict[int, list[int]] = {}
         for job_id, job in self._jobs.items():
             request = job.record.request
-            # What a preempted request's stores read is not its own any more; and vLLM keeps what a
-            # finished one's read.
+            # What a preempted request's stores read is not its own any more; and what a finished
+            # one's read is kept for it.
             if not job.of_windows or job_id not in job.record.jobs or request.is_finished():
                 continue
             computed = request.num_computed_tokens + num_scheduled.get(request.request_id, 0)

@@ -1,0 +1,41 @@
+"""The records of vLLM's requests."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from kvdock_vllm.engine.records import ExtraTokens, Record
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_SAMPLE_NUMBER = re.compile(r"\A[0-9]+_")
+
+
+class Records(dict[str, Record]):
+    """By request_id."""
+
+    def __init__(self, num_groups: int) -> None:
+        super().__init__()
+        self._num_groups = num_groups
+        # vLLM makes a request of each sample of a prompt (``n`` > 1), and tells only what the last
+        # one to end was told. So they share one, which is there as long as their records.
+        self._extras: WeakValueDictionary[str, ExtraTokens] = WeakValueDictionary()
+
+    def of(self, request: Request) -> Record:
+        """The request's record, made if there is none yet."""
+        record = self.get(request.request_id)
+        if record is None:
+            tables: list[list[int]] = [[] for _ in range(self._num_groups)]
+            extra = self._extras.setdefault(_prompt_id(request.request_id), ExtraTokens())
+            record = self[request.request_id] = Record(request, extra, tables)
+        return record
+
+
+def _prompt_id(request_id: str) -> str:
+    """The same for all samples of a prompt: vLLM numbers them before the prompt's own id
+    (``ParentRequest.get_child_info``).
+    """
+    return _SAMPLE_NUMBER.sub("", request_id)
