@@ -1,4 +1,4 @@
-"""Lookups of an engine: who asks the server when, and how long a step waits for an answer."""
+"""Lookups of an engine: when the server is asked, and how long a step waits for its answer."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class Lookups:
         """``timeout`` in seconds. What is counted goes to ``stats``."""
         self._link = link
         self._readers = strategy.world_size
-        # What a group lacks for the last token of a prompt must be computed.
+        # Where a group lacks a block for a prompt's last token, that token must be computed.
         self._tokens_left_out = any(shape.lacks_a_block_for_the_last_token for shape in shapes)
         self._read_scope = read_scope
         self._stats = stats
         self._timeout = timeout
         self._idle_wait = _IDLE_WAIT_SECONDS if strategy.steps_alone else 0.0
         self._idle_seconds = self._idle_wait
-        """What is left of that in this step."""
+        """What is left of the idle wait in this step."""
 
     def begin_step(self, has_forward: bool) -> None:
         """A step begins, in which the engine computes or not."""
         self._idle_seconds = 0.0 if has_forward else self._idle_wait
 
     def ask(self, record: Record) -> None:
-        """Looks a request up, if there is something to ask, and somebody."""
+        """Looks a request up, if it has whole chunks and there is a server to ask."""
         live = self._link.usable
         if live is None or self._link.breaker.is_open:
             return

@@ -52,7 +52,7 @@ class GroupShape:
         return (block + 1) * self.block_tokens + self.window_tokens - 1
 
     def needed_blocks(self, first_token: int, num_tokens: int) -> range:
-        """Of those, the ones that have tokens from ``first_token`` on."""
+        """The blocks that are needed after ``num_tokens``, less those before ``first_token``."""
         first = max(first_token // self.block_tokens, self.first_needed_block(num_tokens))
         return range(first, -(-num_tokens // self.block_tokens))
 
@@ -61,7 +61,7 @@ class GroupShape:
         return chunk_tokens // self.block_tokens
 
     def part_blocks(self, chunk_tokens: int) -> int:
-        """How many of them, the last ones, are stored."""
+        """How many blocks of a chunk, the last ones, are stored."""
         in_chunk = self.chunk_blocks(chunk_tokens)
         if not self.window_tokens:
             return in_chunk

@@ -20,7 +20,7 @@ from kvdock_vllm.engine.worker_link import WorkerLink
 _log = logging.getLogger(__name__)
 
 _THREADS = 2
-# How often it is made sure that a session has registered on which loads wait for that.
+# How often it is made sure that the next session registers, where loads wait for that.
 _REGISTRATION_SECONDS = 1.0
 
 
@@ -111,12 +111,12 @@ class LoadJobs:
 
     @property
     def under_way(self) -> list[LoadJob]:
-        """Those that were not reported yet, in the order in which they began."""
+        """Loads that were not reported yet, in the order in which they began."""
         return list(self._under_way)
 
     @property
     def unanswered(self) -> list[LoadJob]:
-        """Those that failed, and whose blocks the server may still write to."""
+        """Loads that failed, and whose blocks the server may still write to."""
         return [job for job in self._under_way if job.ended and not job.is_over]
 
     def expect(self, target: Target) -> None:
@@ -130,7 +130,7 @@ class LoadJobs:
         job.begin(self._threads)
 
     def report(self, outcomes: Outcomes) -> None:
-        """Takes over what became of those that are over."""
+        """Takes over what became of the loads that are over."""
         left = []
         for job in self._under_way:
             if job.is_over:

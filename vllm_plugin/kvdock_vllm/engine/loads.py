@@ -27,7 +27,7 @@ _MOST_SHOWN = 8
 
 @dataclass(slots=True)
 class PendingLoad:
-    """Of one request. It outlives a request that is aborted meanwhile."""
+    """The load of one request. It outlives a request that is aborted meanwhile."""
 
     lookup: Lookup | None
     spec: LoadSpec
@@ -140,7 +140,7 @@ def _described(group: GroupLoad, wanted: int, locked: range) -> str:
 
 
 class Loads:
-    """Those of one engine that are under way. Used by one thread."""
+    """The loads of one engine that are under way. Used by one thread."""
 
     def __init__(self, shapes: Sequence[GroupShape], *, all_or_nothing: bool) -> None:
         """``all_or_nothing``: if one block fails, the load does."""
@@ -151,8 +151,8 @@ class Loads:
         self._new: list[LoadSpec] = []
 
     def begin(self, record: Record, num_tokens: int, usable: Live[Target] | None) -> None:
-        """Begins the load of what a request was told of last, which is void unless the server can
-        still be used in that session.
+        """Begins the load of the hit that a request was told of last. The hit is void unless its
+        session is ``usable``.
         """
         lookup = record.take_lookup()
         load = plan_load(
@@ -168,7 +168,7 @@ class Loads:
         self._new.append(load.spec)
 
     def take_new(self) -> list[LoadSpec]:
-        """Those that the workers do not know of yet."""
+        """Loads that the workers do not know of yet."""
         new, self._new = self._new, []
         return new
 
@@ -184,7 +184,7 @@ class Loads:
                 failed.note_failure()
 
     def end(self, request_id: str) -> PendingLoad | None:
-        """All workers are done with the load of a request: which that was, if it is known."""
+        """All workers are done with the load of a request: the load, if it is known."""
         load = self.under_way.pop(request_id, None)
         if load is not None and load.lookup is not None:
             # The workers freed their own locks; this is for those that could not.

@@ -115,7 +115,7 @@ class Lookup:
         )
 
     def close(self) -> None:
-        """Gives back everything."""
+        """Gives back every lock that is still held."""
         if self.state is State.ASKED and not self._future.cancel():
             self.poll()
         if self.lease_id:

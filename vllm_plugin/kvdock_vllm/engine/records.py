@@ -38,7 +38,7 @@ class CacheScope:
 
 
 ReadScope = Callable[[Any, int], CacheScope]
-"""Says it of a request, for chunks of so many tokens."""
+"""The scope of an engine's request, for chunks of that many tokens."""
 
 
 class ExtraTokens:

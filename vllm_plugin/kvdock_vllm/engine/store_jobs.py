@@ -99,17 +99,17 @@ class StoreJobs:
         self._readers = BlockReaders()
         self._noted: list[StoreJob] = []
         self._open: dict[str, set[StoreJob]] = defaultdict(set)
-        """By request, those that were not reported yet."""
+        """By request, the stores that were not reported yet."""
         self._held: set[str] = set()
         """Finished requests whose blocks the engine holds until nobody reads them."""
 
     @property
     def under_way(self) -> list[StoreJob]:
-        """Those that were not reported yet."""
+        """Stores that were not reported yet."""
         return [job for jobs in self._open.values() for job in jobs]
 
     def note(self, spec: StoreSpec) -> None:
-        """Its blocks are being computed."""
+        """Notes a store whose blocks are being computed."""
         job = StoreJob(spec, self._link, self._readers)
         self._open[spec.request_id].add(job)
         self._noted.append(job)
@@ -165,7 +165,7 @@ class StoreJobs:
             _log.warning("a store of blocks given away goes on; what it copies is thrown away")
 
     def report(self, outcomes: Outcomes) -> None:
-        """Takes over what became of those that have ended."""
+        """Takes over what became of the stores that have ended."""
         for job in self.under_way:
             if job.ended:
                 job.report(outcomes)
@@ -186,7 +186,7 @@ class StoreJobs:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _wait(self, jobs: Sequence[StoreJob], seconds: float) -> bool:
-        """Whether they have let go of their blocks in that time."""
+        """Whether these stores have let go of their blocks in that time."""
         return self._readers.wait([job.reader for job in jobs], seconds)
 
     def _give_up(self, job: StoreJob) -> None:

@@ -31,8 +31,8 @@ _RETRY_SECONDS = 1.0
 
 
 Describe = Callable[[Any, LoRA | None, GroupShape, range, int], tuple[ChunkEventData, ...]]
-"""Says what events are to tell of a request with an adapter: of one group's parts of a range of its
-chunks, which have so many tokens."""
+"""What events are to tell of a request with that adapter: of one group's parts in a range of
+chunks, for chunks of that many tokens."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _PendingStore:
 
 
 class Stores:
-    """Those of one engine. Used by one thread."""
+    """The stores of one engine. Used by one thread."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 class WorkerLink:
-    """Any thread may use it."""
+    """One worker's link. Any thread may use it."""
 
     transfers: Transfers
     layouts: Sequence[GroupLayout]

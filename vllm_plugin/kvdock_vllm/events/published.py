@@ -54,11 +54,11 @@ class Published:
         self._new_adapters: set[str] = set()
 
     def is_told_by(self, source: Follower | None) -> bool:
-        """Whether that is who tells what the server has."""
+        """Whether ``source`` tells what the server has."""
         return self._source is source
 
     def begin(self, source: Follower | None) -> None:
-        """From now on that is who tells what the server has, or nobody. What it had is gone."""
+        """From now on ``source`` tells what the server has; None: nobody. What it had is gone."""
         with self._lock:
             self._source = source
             for part_id in reversed(self._there):
@@ -67,7 +67,7 @@ class Published:
             self._there.clear()
 
     def note(self, changes: Sequence[Stored | Removed], source: Follower) -> None:
-        """What the server has has changed. Nothing if another one tells that by now."""
+        """Takes changes of what the server has, unless another source tells of it by now."""
         with self._lock:
             if self._source is not source:
                 return

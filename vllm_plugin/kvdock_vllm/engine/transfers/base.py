@@ -23,7 +23,7 @@ from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 T = TypeVar("T")
 GroupSpec = TypeVar("GroupSpec", GroupLoad, GroupStore)
 Reading = Callable[[], AbstractContextManager[None]]
-"""Entered while a store reads the engine's blocks. Raises CopyStoppedError where it must not."""
+"""Entered while a store reads the engine's blocks. Raises CopyStoppedError if it must not read."""
 CountWorkers = Callable[[TransferMode, int], None]
 """Told a mode with 1 when a session begins to use it, and with -1 when that session is over."""
 
