@@ -207,8 +207,8 @@ class Worker:
         """Allocations and groups, as the client library's."""
         import torch
 
-        from kvdock_vllm.device_memory import ExportedGroup, export_memory
-        from kvdock_vllm.layout import GroupLayout, Region
+        from kvdock_vllm.engine.device.memory import ExportedGroup, export_memory
+        from kvdock_vllm.engine.layout import GroupLayout, Region
 
         geometry = self.case.geometry
         regions = [Region(t.data_ptr(), t.stride(0), geometry.page_bytes) for t in self._tensors]

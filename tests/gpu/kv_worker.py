@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from kvdock import Client, Group, Namespace, SessionRole
-from kvdock_vllm.device_memory import ExportedGroup, ReadyEvents, export_memory
-from kvdock_vllm.layout import GroupLayout, layer_regions
+from kvdock_vllm.engine.device.memory import ExportedGroup, ReadyEvents, export_memory
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.tensor_regions import layer_regions
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "uint8": torch.uint8}
 CYCLES_PER_MS = 1_900_000
@@ -163,7 +164,7 @@ class Worker:
             torch.cuda._sleep(milliseconds * CYCLES_PER_MS)
             for tensor in self.tensors:
                 self._fill(tensor, generator)
-            return self.events.record()
+            return self.events.record()[1]
 
     def read_late(self, milliseconds: int) -> bytes:
         """Queue a long kernel and then a copy of everything; the event after both."""
@@ -173,7 +174,7 @@ class Worker:
                 tensor.view(torch.uint8).clone(memory_format=torch.preserve_format)
                 for tensor in self.tensors
             ]
-            return self.events.record()
+            return self.events.record()[1]
 
     def snapshot_blocks(self, ids: list[int]) -> np.ndarray[Any, Any]:
         """The bytes that ``read_late`` saw."""
@@ -187,7 +188,7 @@ class Worker:
 
     def done_event(self) -> bytes:
         """An event that is done, or nearly."""
-        return self.events.record()
+        return self.events.record()[1]
 
     def connect(self, address: str, engine: str, namespace: str, blocks_per_chunk: int) -> str:
         """Open an engine's sessions and hand the cache over; the transfer mode."""
@@ -202,7 +203,7 @@ class Worker:
 
     def store(self, keys: list[bytes], ids: list[int]) -> list[str]:
         """The status of each chunk."""
-        event = self.events.record()
+        event = self.events.record()[1]
         statuses = self.session.store(self.namespace, keys, ids, ready_event=event)
         return [status.name for status in statuses]
 
@@ -211,7 +212,7 @@ class Worker:
         hit = self.scheduler.lookup(self.namespace, keys)
         if hit.lease is None:
             return []
-        event = self.events.record()
+        event = self.events.record()[1]
         results = self.session.retrieve(
             hit.lease, block_ids=ids, skip_blocks=skip_blocks, ready_event=event
         )

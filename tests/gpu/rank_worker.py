@@ -67,7 +67,7 @@ class RankWorker(kv_worker.Worker):
             reader=self.rank,
             block_ids=ids,
             skip_blocks=skip_blocks,
-            ready_event=event or self.events.record(),
+            ready_event=event or self.events.record()[1],
             also_fill=others,
         )
         return [result.status.name for result in results]

@@ -15,13 +15,14 @@ import torch
 
 from kvdock import Client, Group, GroupKind, Namespace, SessionRole
 from kvdock.types import ChunkStatus, Location, TransferMode
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.cuda import Driver
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import GroupLayout, layer_regions
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Mark
-from kvdock_vllm.transfers.device import DeviceTransfers
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.device.cuda_driver import Driver
+from kvdock_vllm.engine.device.transfers import DeviceTransfers
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.tensor_regions import layer_regions
+from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
 
 STRATEGY = ParallelStrategy(use_mla=False, tensor_size=1, pipeline_size=1, worker_id=0)
 BLOCK_TOKENS = 16
@@ -200,7 +201,7 @@ class SharedModeWorker(kv_worker.Worker):
             block_ids=ids,
             event_data=(),
         )
-        statuses = self.transfers.store(self.session, self.target, group, ready, stop)
+        statuses = self.transfers.store(CopyRequest(self.session, self.target, group, ready, stop))
         return [ChunkStatus(status).name for status in statuses]
 
     def _load(self, keys: list[bytes], ids: list[int], skip_blocks: int, ready: Mark) -> list[bool]:
@@ -213,8 +214,9 @@ class SharedModeWorker(kv_worker.Worker):
             end_chunk=hit.chunks,
             skip_blocks=skip_blocks,
             block_ids=ids,
+            lease_id=hit.lease.id,
         )
-        return self.transfers.load(self.session, self.target, hit.lease.id, group, ready, never)
+        return self.transfers.load(CopyRequest(self.session, self.target, group, ready, never))
 
 
 def _best_rate(run: Callable[[], None], nbytes: int) -> float:

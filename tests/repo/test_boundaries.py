@@ -28,6 +28,11 @@ KNOWN_TO_TRANSFER = {
     "fan_out": ("plans", "devices", "fan_out"),
 }
 """The folders of transfer/, and those that each of them may import."""
+ENGINE = "vllm_plugin/kvdock_vllm/engine"
+WITH_TORCH = ("device", "tensor_regions.py")
+"""What in engine/ may import torch: blocks on GPUs are torch's memory, with its streams, events and
+kernels, and the layout of any block is read off a tensor's strides."""
+
 FOR_PURE_NUMBERS = {
     "__future__", "bisect", "collections", "dataclasses", "functools", "itertools", "math",
     "numpy", "typing",
@@ -142,6 +147,26 @@ def test_plans_of_transfer_are_pure() -> None:
         and node.func.id in {"open", "print", "input", "__import__", "eval", "exec"}
     ]
     assert not wrong + calls
+
+
+def test_the_connectors_neutral_part_knows_no_vllm() -> None:
+    """Nor, beside what is listed, torch; and nothing of the connector that might know either."""
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files(ENGINE)
+        for name in imports(path)
+        if is_in(name, "vllm")
+        or (is_in(name, "kvdock_vllm") and not is_in(name, "kvdock_vllm.engine"))
+        or (
+            is_in(name, "torch")
+            and path.relative_to(REPOSITORY / ENGINE).parts[0] not in WITH_TORCH
+        )
+        or (
+            is_in(name, "kvdock_vllm.engine.device")
+            and path.relative_to(REPOSITORY / ENGINE).parts[0] != "device"
+        )
+    ]
+    assert not wrong
 
 
 def test_slots_of_the_pool_are_pure() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kvdock_vllm.layout import GroupLayout, layer_regions
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.tensor_regions import layer_regions
 
 
 @dataclass

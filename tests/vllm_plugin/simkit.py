@@ -14,7 +14,7 @@ from simulator import CHUNK_TOKENS, Outcome, SimulatedEngine
 
 from kvdock import Client
 from kvdock.v1 import admin_pb2
-from kvdock_vllm.copier import Copier
+from kvdock_vllm.engine.copier import Copier
 
 C = CHUNK_TOKENS
 ASK = {"num_kvdock_extra_cached_tokens": None, "num_lmcache_extra_cached_tokens": None}
@@ -97,7 +97,7 @@ def kill_before_a_load(server: Any, engine: SimulatedEngine) -> None:
     """The server dies when the engine has been promised a hit, before its workers hear of it."""
 
     def kill() -> None:
-        if engine.connector._of_scheduler._loads:
+        if engine.connector._of_scheduler._loads.under_way:
             engine.between_schedule_and_forward = lambda: None
             server.kill()
 

@@ -59,7 +59,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvdock_vllm.connector import KVDockConnector
-from kvdock_vllm.groups import NULL_BLOCK
+from kvdock_vllm.engine.groups import NULL_BLOCK
 from kvdock_vllm.plugin import register
 
 BLOCK_TOKENS = 16

@@ -101,7 +101,7 @@ def case(
 
         def noting_leases(output: Any) -> Any:
             metadata = build(output)
-            case.leases += [load.lease_id for load in metadata.loads]
+            case.leases += [load.groups[0].lease_id for load in metadata.loads]
             return metadata
 
         monkeypatch.setattr(connector, "build_connector_meta", noting_leases)

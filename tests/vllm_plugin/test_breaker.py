@@ -16,8 +16,8 @@ from simkit import ASK, C, StartEngine, extra, prompt, status
 from kvdock import Client, Session
 from kvdock.address import parse
 from kvdock.errors import SessionLost
-from kvdock_vllm.breaker import Breaker
-from kvdock_vllm.link import Link
+from kvdock_vllm.engine.breaker import Breaker
+from kvdock_vllm.engine.link import Link
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
@@ -69,13 +69,17 @@ def test_one_event_is_one_failure_and_over_with_the_first_answer(
     assert not breaker.succeeded()
 
 
-def test_it_stays_open_as_long_as_heartbeats_are_answered_late() -> None:
+def test_it_stays_open_as_long_as_heartbeats_are_answered_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("kvdock_vllm.engine.breaker.time.monotonic", lambda: now)
     heartbeats: Any = Heartbeats()
     breaker = Breaker(heartbeats, 0.05)
-    breaker.failed(time.monotonic())
+    breaker.failed(now)
     for number in range(3):
         assert len(heartbeats.sent) == number + 1
-        time.sleep(0.1)
+        now += 0.1
         heartbeats.sent[-1].set_result("late")
         assert breaker.is_open
     heartbeats.sent[-1].set_result("in time")
@@ -99,7 +103,7 @@ def test_questions_that_fail_although_heartbeats_do_not_are_tried_less_and_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("kvdock_vllm.breaker.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvdock_vllm.engine.breaker.time.monotonic", lambda: now)
     heartbeats: Any = Heartbeats()
     breaker = Breaker(heartbeats, 0.1)
     open_for = []

@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_tensors import Cache, caches, mla, outside
 
-from kvdock_vllm.copier import Copier, CopyStoppedError, Part, runs, stacks
-from kvdock_vllm.device_copier import DeviceCopier, Lane
-from kvdock_vllm.layout import GroupLayout, Region
-from kvdock_vllm.pinning import PIECE_BYTES, cut
+from kvdock_vllm.engine.copier import Copier, CopyStoppedError, HostBlocks, runs, stacks
+from kvdock_vllm.engine.device.pinning import PIECE_BYTES, cut
+from kvdock_vllm.engine.device.staged_copier import DeviceCopier, Staging
+from kvdock_vllm.engine.layout import GroupLayout, Region
 
-Copy = Callable[[list[Part], Callable[[], bool]], None]
+Copy = Callable[[list[HostBlocks], Callable[[], bool]], None]
 CPU = torch.device("cpu")
 
 
@@ -42,10 +42,10 @@ def device_copies(
 ) -> tuple[Copy, Copy]:
     staging_bytes = blocks_a_piece * layout.block_bytes
     copier = DeviceCopier(layout, CPU, staging_bytes, direct_bytes)
-    lane = Lane(CPU, staging_bytes)
+    staging = Staging(CPU, staging_bytes)
     return (
-        lambda parts, stop: copier.gather(parts, lane, stop),
-        lambda parts, stop: copier.scatter(parts, lane, stop),
+        lambda parts, stop: copier.gather(parts, staging, stop),
+        lambda parts, stop: copier.scatter(parts, staging, stop),
     )
 
 
@@ -72,10 +72,10 @@ def test_gather_reads_exactly_the_pages_and_scatter_writes_exactly_them(
     gather, scatter = way(layout)
     host = np.zeros((len(block_ids), layout.block_bytes), np.uint8)
 
-    def parts(blocks: list[int]) -> list[Part]:
+    def parts(blocks: list[int]) -> list[HostBlocks]:
         return [
-            Part(blocks[:middle], host[:middle].ravel()),
-            Part(blocks[middle:], host[middle:].ravel()),
+            HostBlocks(blocks[:middle], host[:middle].ravel()),
+            HostBlocks(blocks[middle:], host[middle:].ravel()),
         ]
 
     gather(parts(block_ids), never)
@@ -104,7 +104,7 @@ def test_a_copy_stops_between_pieces(way: Callable[[GroupLayout], tuple[Copy, Co
     host = np.zeros(5 * cache.page_bytes, np.uint8)
     asked = iter([False, False, True])
     with pytest.raises(CopyStoppedError):
-        gather([Part([0, 1, 2, 3, 4], host)], lambda: next(asked))
+        gather([HostBlocks([0, 1, 2, 3, 4], host)], lambda: next(asked))
     written = host.reshape(5, -1).any(axis=1)
     assert written.any()
     assert not written.all()
@@ -124,7 +124,7 @@ def test_copies_outside_the_cache_are_refused(
 ) -> None:
     gather, _ = way(mla(1, 2, tokens=3, width=4, gap=0).layout)
     with pytest.raises(ValueError, match=message):
-        gather([Part(block_ids, np.zeros(nbytes, np.uint8))], never)
+        gather([HostBlocks(block_ids, np.zeros(nbytes, np.uint8))], never)
 
 
 @each_way
@@ -136,7 +136,7 @@ def test_a_message_names_one_block_of_thousands(
     with pytest.raises(
         ValueError, match="block id 7: 5001 block ids are not all below 2"
     ) as refused:
-        gather([Part(ids, np.zeros(12 * len(ids), np.uint8))], never)
+        gather([HostBlocks(ids, np.zeros(12 * len(ids), np.uint8))], never)
     assert len(str(refused.value)) < 100
 
 
@@ -182,7 +182,7 @@ def test_a_block_may_lie_across_two_pinned_pieces(direct_bytes: int) -> None:
     border = 2 * PIECE_BYTES - memory.ctypes.data % PIECE_BYTES
     host = memory[border - 5000 : border - 5000 + 2 * cache.layout.block_bytes]
     gather, _ = device_copies(cache.layout, direct_bytes=direct_bytes)
-    gather([Part([3, 1], host)], never)
+    gather([HostBlocks([3, 1], host)], never)
     assert host.tobytes() == cache.block(3) + cache.block(1)
 
 

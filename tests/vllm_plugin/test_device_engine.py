@@ -11,7 +11,7 @@ from modelkit import random_prompt
 from simkit import C, StartEngine
 
 from kvdock_vllm import worker as worker_module
-from kvdock_vllm.transfers.device import DeviceTransfers
+from kvdock_vllm.engine.device.transfers import DeviceTransfers
 
 ASK = {"num_kvdock_extra_cached_tokens": None}
 

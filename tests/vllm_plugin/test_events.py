@@ -14,10 +14,10 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvdock import ChunkEventData, GroupKind
 from kvdock.events import Medium, Removed, Stored
-from kvdock_vllm.events import Teller
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.events import EventDescriber
 from kvdock_vllm.events.published import Published
 from kvdock_vllm.events.vllm_events import Adapter, GroupLabel
-from kvdock_vllm.groups import GroupShape
 
 SCHEME = "this engine's"
 BLOCKS_OF_8 = GroupShape(None, GroupKind.FULL_ATTENTION, 8, ("layer",))
@@ -340,7 +340,7 @@ def test_what_one_source_had_is_void_when_another_begins(
     assert [event.block_hashes for event in consumed(published, pool)] == [names([FIRST])]
 
 
-class _Teller(Teller):
+class _Describer(EventDescriber):
     """With granularity and scheme given, which else come from an engine's configuration."""
 
     def __init__(self, hash_tokens: int) -> None:
@@ -359,20 +359,20 @@ def request(tokens: int, hash_tokens: int, **more: Any) -> Any:
 
 def test_what_is_told_of_chunks() -> None:
     asked = request(70, hash_tokens=8)
-    second, third = _Teller(8).tell(asked, None, BLOCKS_OF_8, 1, 3, 16)
+    second, third = _Describer(8).describe(asked, None, BLOCKS_OF_8, range(1, 3), 16)
     assert second.block_hashes == tuple(asked.block_hashes[2:4])
     assert second.parent_block_hash == asked.block_hashes[1]
     assert third.block_hashes == tuple(asked.block_hashes[4:6])
     assert third.token_ids == b"".join(n.to_bytes(4, "little") for n in range(32, 48))
     assert (third.block_size, third.lora_name, third.hash_scheme) == (8, "", SCHEME)
-    (first,) = _Teller(8).tell(asked, None, BLOCKS_OF_8, 0, 1, 16)
+    (first,) = _Describer(8).describe(asked, None, BLOCKS_OF_8, range(0, 1), 16)
     assert first.parent_block_hash == b""
 
 
 def test_of_a_window_only_what_is_stored_is_told() -> None:
     asked = request(70, hash_tokens=4)
     shape = GroupShape(1, GroupKind.SLIDING_WINDOW, 8, ("layer",), window_tokens=10)
-    first, second = _Teller(4).tell(asked, None, shape, 0, 2, 32)
+    first, second = _Describer(4).describe(asked, None, shape, range(0, 2), 32)
     # The last two of each chunk's four blocks.
     assert first.block_hashes == (asked.block_hashes[5], asked.block_hashes[7])
     assert first.parent_block_hash == asked.block_hashes[3]
@@ -382,21 +382,21 @@ def test_of_a_window_only_what_is_stored_is_told() -> None:
 
 def test_a_larger_block_has_the_hash_of_its_end() -> None:
     asked = request(70, hash_tokens=4)
-    (second,) = _Teller(4).tell(asked, None, BLOCKS_OF_8, 1, 2, 16)
+    (second,) = _Describer(4).describe(asked, None, BLOCKS_OF_8, range(1, 2), 16)
     assert second.block_hashes == (asked.block_hashes[5], asked.block_hashes[7])
     assert second.parent_block_hash == asked.block_hashes[3]
 
 
 def test_nothing_is_told_of_what_is_not_hashed() -> None:
     asked = request(31, hash_tokens=8)
-    assert len(_Teller(8).tell(asked, None, BLOCKS_OF_8, 0, 1, 16)) == 1
-    assert _Teller(8).tell(asked, None, BLOCKS_OF_8, 0, 2, 16) == ()
-    assert _Teller(16).tell(asked, None, BLOCKS_OF_8, 0, 1, 16) == ()
+    assert len(_Describer(8).describe(asked, None, BLOCKS_OF_8, range(0, 1), 16)) == 1
+    assert _Describer(8).describe(asked, None, BLOCKS_OF_8, range(0, 2), 16) == ()
+    assert _Describer(16).describe(asked, None, BLOCKS_OF_8, range(0, 1), 16) == ()
 
 
 def test_what_is_told_beside_the_tokens_is_of_the_whole_block() -> None:
     asked = request(70, hash_tokens=4, cache_salt="salt")
-    first, second = _Teller(4).tell(asked, None, BLOCKS_OF_8, 0, 2, 16)
+    first, second = _Describer(4).describe(asked, None, BLOCKS_OF_8, range(0, 2), 16)
     assert first.extra_keys == (("salt",), ())
     assert second.extra_keys == ()
 
@@ -406,7 +406,7 @@ def test_a_chunk_that_cannot_be_told_exactly_is_stored_untold(
     salt: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = request(70, hash_tokens=8, cache_salt=salt)
-    first, second = _Teller(8).tell(asked, None, BLOCKS_OF_8, 0, 2, 16)
+    first, second = _Describer(8).describe(asked, None, BLOCKS_OF_8, range(0, 2), 16)
     assert first == ChunkEventData()
     assert second.block_hashes == tuple(asked.block_hashes[2:4])
     assert "leave out" in caplog.text
@@ -415,6 +415,6 @@ def test_a_chunk_that_cannot_be_told_exactly_is_stored_untold(
 def test_what_one_store_tells_leaves_room_in_its_message() -> None:
     chunks, chunk_tokens = 1_000, 1_024
     asked = request(chunks * chunk_tokens, hash_tokens=8)
-    told = _Teller(8).tell(asked, None, BLOCKS_OF_8, 0, chunks, chunk_tokens)
+    told = _Describer(8).describe(asked, None, BLOCKS_OF_8, range(0, chunks), chunk_tokens)
     assert len(told) == chunks
     assert 2 << 20 < sum(one.to_proto().ByteSize() for one in told) < 4 << 20

@@ -17,13 +17,15 @@ import pytest
 from kvdock import liveness, trust
 from kvdock.errors import DeadlineExceeded, DeviceMemory, SessionLost
 from kvdock.types import Segment
-from kvdock_vllm.metadata import Target
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers import fence as fence_module
-from kvdock_vllm.transfers import server as server_module
-from kvdock_vllm.transfers.base import Mark
-from kvdock_vllm.transfers.fence import Fence
-from kvdock_vllm.transfers.server import ServerCopies
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import Target
+from kvdock_vllm.engine.transfers import fence as fence_module
+from kvdock_vllm.engine.transfers import server as server_module
+from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
+from kvdock_vllm.engine.transfers.fence import Fence
+from kvdock_vllm.engine.transfers.server import ServerChunkTransfers
+
+TARGET = Target(1, "model", 16)
 
 
 class Server:
@@ -76,9 +78,9 @@ def test_a_store_whose_session_is_lost_ends_with_its_deadline(
     group: Any = SimpleNamespace(
         group_idx=None, parent=b"", keys=[bytes(32)], block_ids=[0], event_data=[]
     )
-    copies = ServerCopies(ParallelStrategy(False, 1, 1, 0), Fence())
+    transfers = ServerChunkTransfers(ParallelStrategy(False, 1, 1, 0), Fence())
     with pytest.raises(SessionLost):
-        copies.store(session, Target(1, "model", 16), group, Mark(), lambda: False)
+        transfers.store(CopyRequest(session, TARGET, group, Mark(), lambda: False))
     assert time.monotonic_ns() >= sent[0].deadline_ns > 0
 
 
@@ -92,7 +94,7 @@ def test_a_store_that_is_not_answered_reads_until_its_deadline_and_no_longer(
     group: Any = SimpleNamespace(
         group_idx=None, parent=b"", keys=[bytes(32)], block_ids=[0], event_data=[]
     )
-    copies = ServerCopies(ParallelStrategy(False, 1, 1, 0), Fence())
+    transfers = ServerChunkTransfers(ParallelStrategy(False, 1, 1, 0), Fence())
     ended: list[int] = []
 
     @contextmanager
@@ -102,7 +104,7 @@ def test_a_store_that_is_not_answered_reads_until_its_deadline_and_no_longer(
         ended.append(time.monotonic_ns())
 
     with pytest.raises(DeadlineExceeded):
-        copies.store(session, Target(1, "model", 16), group, Mark(), lambda: False, reading)
+        transfers.store(CopyRequest(session, TARGET, group, Mark(), lambda: False, reading))
     late = time.monotonic_ns() - sent[0].deadline_ns
     assert 0 <= ended[0] - sent[0].deadline_ns < late / 2
 

@@ -21,9 +21,10 @@ from vllm.v1.core.sched.interface import PauseState
 
 from kvdock.errors import PoolUnmappable
 from kvdock_vllm import scheduler
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers import shared
-from kvdock_vllm.transfers.shared import SharedTransfers
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.transfers import shared
+from kvdock_vllm.engine.transfers.shared import SharedTransfers
+from kvdock_vllm.parallel import parallel_strategy
 
 
 def pressed(engine: SimulatedEngine) -> list[int]:
@@ -217,7 +218,7 @@ def test_only_who_steps_alone_waits_in_a_step() -> None:
         )
         config: Any = SimpleNamespace(parallel_config=SimpleNamespace(**settings))
         caches: Any = SimpleNamespace(kv_cache_groups=[])
-        return ParallelStrategy.from_vllm(config, caches, is_worker=True)
+        return parallel_strategy(config, caches, is_worker=True)
 
     assert strategy().steps_alone
     assert strategy(tensor_parallel_size=2).steps_alone
@@ -242,6 +243,6 @@ def test_an_engine_goes_to_sleep_when_nothing_reads_its_blocks(
         assert time.monotonic() < deadline
     assert not engine.connector._of_scheduler._stores.under_way
     (rank,) = engine.ranks
-    assert not any(rank.connector._of_worker._open_stores.values())
+    assert not any(rank.connector._of_worker._stores.under_way)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run()

@@ -14,12 +14,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvdock_vllm.copier import Copier, Part
-from kvdock_vllm.layout import (
-    UnsupportedLayoutError,
-    group_layout,
-    page_order,
-)
+from kvdock_vllm.engine.copier import Copier, HostBlocks
+from kvdock_vllm.engine.layout import UnsupportedLayoutError
+from kvdock_vllm.engine.tensor_regions import page_order
+from kvdock_vllm.layout import group_layout
 
 
 def test_outer_order_does_not_matter_to_the_host_but_inner_order_does() -> None:
@@ -29,7 +27,7 @@ def test_outer_order_does_not_matter_to_the_host_but_inner_order_does() -> None:
         for layer, value in zip(cache.layers, values.view(2, 4, 2, 3, 4), strict=True):
             layer.copy_(value)
         host = np.zeros(cache.layout.block_bytes, np.uint8)
-        Copier(cache.layout).gather([Part([2], host)], lambda: False)
+        Copier(cache.layout).gather([HostBlocks([2], host)], lambda: False)
         return page_order(cache.layers[0], 4), host.tobytes()
 
     heads_first = ["LBHNC", "LHBNC", "BLHNC", "BHLNC"]

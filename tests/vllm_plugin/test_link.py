@@ -20,8 +20,8 @@ import pytest
 from kvdock import Client, Session
 from kvdock.address import parse
 from kvdock.errors import ServerError
-from kvdock_vllm.autostart import Autostart
-from kvdock_vllm.link import Link
+from kvdock_vllm.engine.autostart import Autostart
+from kvdock_vllm.engine.link import Link
 
 StartServer = Callable[..., Any]
 
@@ -104,7 +104,7 @@ def test_a_lost_session_is_replaced_and_closed(
     assert second is not first
     assert second.session.epoch != first.session.epoch
     assert closed == [first.session]
-    messages = [r.getMessage() for r in caplog.records if r.name == "kvdock_vllm.link"]
+    messages = [r.getMessage() for r in caplog.records if r.name == "kvdock_vllm.engine.link"]
     assert len(messages) == 2, "one line when it goes, one when it is back"
     assert "without cache" in messages[0]
     assert "is connected" in messages[1]
@@ -239,7 +239,7 @@ def test_what_cannot_succeed_is_not_tried_again(
     prepare.refuse = ValueError("this model is not supported")
     link = make_link(server.address)
     link.start(5)
-    time.sleep(0.5)
+    eventually(lambda: all(thread.name != "kvdock-test" for thread in threading.enumerate()))
     assert link.current is None
     assert prepare.count == 1
     assert "this model is not supported" in caplog.text

@@ -18,16 +18,14 @@ from kvdock.v1 import types_pb2
 from kvdock_server.errors import RequestError
 from kvdock_server.rpc.status import to_proto
 from kvdock_server.transfer import gpu
-from kvdock_vllm.metadata import GroupLoad, Target
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Mark
-from kvdock_vllm.transfers.fence import Fence
-from kvdock_vllm.transfers.server import ServerCopies
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupLoad, Target
+from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
+from kvdock_vllm.engine.transfers.fence import Fence
+from kvdock_vllm.engine.transfers.server import ServerChunkTransfers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from one_engine import CHUNK, KEYS, READERS, TARGET, Engine
-
-LOAD = GroupLoad(0, None, 0, len(KEYS), 0, tuple(TARGET))
 
 
 class Session:
@@ -63,13 +61,13 @@ class Ranks:
         self._thread.start()
         self.engine = self.run(self._start(monkeypatch))
         self.sessions = [Session(self._loop, self.engine, rank) for rank in range(READERS)]
-        self.copies = [self._copies(rank) for rank in range(READERS)]
+        self.transfers = [self._transfers(rank) for rank in range(READERS)]
 
-    def _copies(self, rank: int) -> ServerCopies:
+    def _transfers(self, rank: int) -> ServerChunkTransfers:
         fence = Fence()
         session: Any = self.sessions[rank]
         fence.registered(session)
-        return ServerCopies(ParallelStrategy(True, READERS, 1, rank), fence)
+        return ServerChunkTransfers(ParallelStrategy(True, READERS, 1, rank), fence)
 
     async def _start(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
         engine = Engine()
@@ -85,8 +83,11 @@ class Ranks:
 
         def one(rank: int) -> list[bool]:
             session: Any = self.sessions[rank]
+            load = GroupLoad(0, None, 0, len(KEYS), 0, tuple(TARGET), lease)
             target = Target(1, "model", 16)
-            return self.copies[rank].load(session, target, lease, LOAD, Mark(), lambda: False)
+            return self.transfers[rank].load(
+                CopyRequest(session, target, load, Mark(), lambda: False)
+            )
 
         with ThreadPoolExecutor(READERS) as threads:
             return list(threads.map(one, ranks))

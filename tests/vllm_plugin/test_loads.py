@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvdock.types import GroupKind
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.loads import plan_load
-from kvdock_vllm.metadata import Target
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.loads import plan_load
+from kvdock_vllm.engine.specs import Target
 
 CHUNK = 64
 

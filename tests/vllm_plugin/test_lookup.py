@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from kvdock import Client
-from kvdock_vllm.link import Live
-from kvdock_vllm.lookup import Lookup, State
-from kvdock_vllm.metadata import Target
+from kvdock_vllm.engine.link import Live
+from kvdock_vllm.engine.lookup import Lookup, State
+from kvdock_vllm.engine.specs import Target
 
 
 def test_a_lookup_that_the_server_calls_too_late_has_timed_out(server: Any) -> None:

@@ -18,11 +18,12 @@ from vllm import EngineArgs
 from vllm.config import LoRAConfig, MultiModalConfig
 
 from kvdock.types import GroupKind, Namespace
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import UnsupportedLayoutError
-from kvdock_vllm.metadata import GroupPages, WorkerDescription
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import UnsupportedLayoutError
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupPages
+from kvdock_vllm.metadata import WorkerDescription
 from kvdock_vllm.namespace import derive_namespace, model_facts
-from kvdock_vllm.parallel import ParallelStrategy
 from kvdock_vllm.weights import files_digest
 
 SHAPE = GroupShape(None, GroupKind.FULL_ATTENTION, 32, ("layer.0",))

@@ -14,7 +14,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.parallel import parallel_strategy
 
 SIZES = list(itertools.product((1, 2, 4, 8), (1, 2, 4)))
 
@@ -117,15 +118,15 @@ MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch
     ],
 )
 def test_mla_is_what_every_layer_says(specs: list[Any], mla: bool) -> None:
-    strategy = ParallelStrategy.from_vllm(config(2), caches(*specs), is_worker=False)
+    strategy = parallel_strategy(config(2), caches(*specs), is_worker=False)
     assert strategy.use_mla is mla
 
 
 def test_a_worker_takes_its_rank_within_its_engine() -> None:
     # Data parallelism comes first in vLLM's order: rank 13 of engines of 4 x 2 is 5 in the second.
-    strategy = ParallelStrategy.from_vllm(config(4, 2, rank=13), caches(GQA), is_worker=True)
+    strategy = parallel_strategy(config(4, 2, rank=13), caches(GQA), is_worker=True)
     assert strategy.worker_id == 5
-    scheduler = ParallelStrategy.from_vllm(config(4, 2, rank=13), caches(GQA), is_worker=False)
+    scheduler = parallel_strategy(config(4, 2, rank=13), caches(GQA), is_worker=False)
     assert scheduler.worker_id == 0
 
 
@@ -142,7 +143,7 @@ def test_a_worker_takes_its_rank_within_its_engine() -> None:
 )
 def test_what_is_not_supported_is_refused_by_name(wrong: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        ParallelStrategy.from_vllm(wrong, caches(GQA), is_worker=False)
+        parallel_strategy(wrong, caches(GQA), is_worker=False)
 
 
 def test_a_worker_outside_its_engine_is_refused() -> None:

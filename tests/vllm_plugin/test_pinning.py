@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvdock_vllm import pinning
-from kvdock_vllm.cuda import CudaError
-from kvdock_vllm.pinning import PinnedMemory
+from kvdock_vllm.engine.device import pinning
+from kvdock_vllm.engine.device.cuda_driver import CudaError
+from kvdock_vllm.engine.device.pinning import PinnedMemory
 
 PIECE = 1 << 20
 

@@ -141,7 +141,7 @@ class EngineLife(RuleBasedStateMachine):
     @rule(chunk=st.integers(0, 4), group_idx=st.sampled_from([None, 0, 1]))
     def lose_a_lock(self, chunk: int, group_idx: int | None) -> None:
         assert self.engine is not None
-        for load in self.engine.connector._of_scheduler._loads.values():
+        for load in self.engine.connector._of_scheduler._loads.under_way.values():
             if load.lookup is not None:
                 session = load.lookup.live.session
                 session.submit(
@@ -192,7 +192,7 @@ class EngineLife(RuleBasedStateMachine):
             assert pool.get_num_free_blocks() == engine.kv_cache_config.num_blocks - 1
             half = engine.connector._of_scheduler
             assert not half._records
-            assert not half._loads
+            assert not half._loads.under_way
             self._start_server()
             self._nothing_held()
         finally:

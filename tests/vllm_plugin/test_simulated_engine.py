@@ -35,12 +35,14 @@ from simulator import BLOCK_TOKENS, SimulatedEngine
 from vllm.lora.request import LoRARequest
 
 from kvdock import Client, Session
-from kvdock_vllm import affinity
+from kvdock_vllm import scheduler as scheduler_module
 from kvdock_vllm import worker as worker_module
-from kvdock_vllm.copier import Copier
-from kvdock_vllm.metadata import Target
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.worker import WorkerHalf
+from kvdock_vllm.engine import affinity, store_jobs
+from kvdock_vllm.engine.copier import Copier
+from kvdock_vllm.engine.load_jobs import LoadJob
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import Target
+from kvdock_vllm.parallel import parallel_strategy
 
 # -- hits -------------------------------------------------------------------------------------
 
@@ -71,7 +73,7 @@ def test_what_the_engine_has_is_not_loaded_again(engine: SimulatedEngine, kvdock
     locks: list[int] = []
 
     def look() -> None:
-        if engine.connector._of_scheduler._loads and not locks:
+        if engine.connector._of_scheduler._loads.under_way and not locks:
             deadline = time.monotonic() + 3
             while status(kvdock).index.locks != 4 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -282,7 +284,7 @@ def step_until_loading(engine: SimulatedEngine) -> None:
     """Steps until a load is under way, without collecting its end."""
     half = engine.connector._of_scheduler
     deadline = time.monotonic() + 5
-    while not half._loads:
+    while not half._loads.under_way:
         assert time.monotonic() < deadline
         engine.step()
 
@@ -348,7 +350,7 @@ def test_blocks_given_away_while_a_store_reads_them(
 ) -> None:
     # Copies take longer than preempted blocks may be read, so that stores are given up.
     slow_copies(monkeypatch, 0.03)
-    monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
+    monkeypatch.setattr(store_jobs, "_FLUSH_SECONDS", 0.001)
     engine = start_engine(num_blocks=61, async_scheduling=async_scheduling)
     for n in range(6):
         engine.add(f"r{n}", prompt(3 * C, seed=n), max_tokens=2 * C)
@@ -364,7 +366,7 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_FLUSH_SECONDS", "_STOP_SECONDS"):
-        monkeypatch.setattr(worker_module, name, 0.001)
+        monkeypatch.setattr(store_jobs, name, 0.001)
     reached, go_on = threading.Event(), threading.Event()
     real = Copier._pieces
 
@@ -448,7 +450,7 @@ def test_a_load_that_fails_in_part_counts_what_was_loaded(
     engine.add("r", prompt(6 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_chunk_four() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session
@@ -470,7 +472,7 @@ def test_a_load_that_fails_from_its_first_block_is_not_tried_again(
     engine.add("r", prompt(3 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_all() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             load.lookup.live.session.free_locks(load.lookup.lease_id)
@@ -637,14 +639,14 @@ def test_a_request_larger_than_the_pool(model: Path, start_server: StartServer) 
 
 def strategies(monkeypatch: pytest.MonkeyPatch, use_mla: Callable[[int | None], bool]) -> None:
     """Of the scheduler (None) and of each worker: is every layer of latent attention?"""
-    from_vllm = ParallelStrategy.from_vllm
 
     def build(*arguments: Any, is_worker: bool) -> ParallelStrategy:
-        strategy = from_vllm(*arguments, is_worker=is_worker)
+        strategy = parallel_strategy(*arguments, is_worker=is_worker)
         worker = strategy.worker_id if is_worker else None
         return dataclasses.replace(strategy, use_mla=use_mla(worker))
 
-    monkeypatch.setattr(ParallelStrategy, "from_vllm", build)
+    for module in (scheduler_module, worker_module):
+        monkeypatch.setattr(module, "parallel_strategy", build)
 
 
 def test_a_draft_model_that_the_scheduler_does_not_see(
@@ -695,9 +697,9 @@ def test_what_runs_on_through_a_reset_is_not_stored_again(
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "blocks are in use"
     half = engine.connector._of_scheduler
     deadline = time.monotonic() + 10
-    while half._stale_jobs or half._clears_done < half._clears_wanted or half._live() is None:
+    while not half._link.resets.are_done or half._link.current is None:
         assert time.monotonic() < deadline
-        if half._stale_jobs:
+        if half._link.resets.await_stores:
             engine.step()
         time.sleep(0.01)
     for _ in range(2 * C):
@@ -738,18 +740,18 @@ def test_a_second_reset_waits_for_the_renewal_that_the_first_brought_about(
     while engine.outcomes["r"].finish_reason is None:
         engine.step()
     assert engine.connector.reset_cache()
-    clears = half._clears_wanted
-    prepare = half._link._prepare
+    clears = half._link.resets.wanted
+    prepare = half._link._link._prepare
 
     def prepare_after_the_second_reset(client: Client, session: Session) -> Target:
         deadline = time.monotonic() + 10
-        while half._clears_wanted < clears + 2:
+        while half._link.resets.wanted < clears + 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return prepare(client, session)
 
-    monkeypatch.setattr(half._link, "_prepare", prepare_after_the_second_reset)
-    while half._stale_jobs:
+    monkeypatch.setattr(half._link._link, "_prepare", prepare_after_the_second_reset)
+    while half._link.resets.await_stores:
         engine.step()
     assert half._link.current is None
     assert engine.connector.reset_cache()
@@ -766,7 +768,7 @@ def test_a_reset_without_server_says_so_and_is_made_up_for(
     """vLLM's sleep and pause raise where a reset answers False."""
     engine.generate(prompt(2 * C))
     os.kill(kvdock.process.pid, signal.SIGSTOP)
-    link = engine.connector._of_scheduler._link
+    link = engine.connector._of_scheduler._link._link
     try:
         link._current = None
         assert engine.connector.reset_cache() is True
@@ -848,7 +850,7 @@ def test_an_engine_that_cannot_continue_prompts_gets_all_or_nothing(
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_chunk_two() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             load.lookup.live.session.free_locks(load.lookup.lease_id, 2, 3)
@@ -866,7 +868,7 @@ def test_a_rank_that_cannot_load_makes_all_compute(start_engine: StartEngine, kv
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_for_one() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session
@@ -897,11 +899,11 @@ def test_what_cannot_even_begin_ends(
     engine = start_engine()
     (rank,) = (rank.connector._of_worker for rank in engine.ranks)
     if refused == "mark":
-        monkeypatch.setattr(rank._transfers, "mark", refuse)
+        monkeypatch.setattr(rank._link.transfers, "mark", refuse)
     elif refused == "load thread":
-        monkeypatch.setattr(rank._load_threads, "submit", refuse)
+        monkeypatch.setattr(rank._loads._threads, "submit", refuse)
     elif refused == "store thread":
-        monkeypatch.setattr(rank._store_threads, "submit", refuse)
+        monkeypatch.setattr(rank._stores._threads, "submit", refuse)
     answer = engine.generate(prompt(4 * C), max_tokens=2)
     assert answer.tokens == engine.expected(prompt(4 * C), 2)
     assert engine.counted.get("loaded_chunks", 0) == loaded
@@ -969,16 +971,16 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
     engine = start_engine(tensor_size=tensor_size, async_scheduling=True)
     ranks = [rank.connector._of_worker for rank in engine.ranks]
     go_on, others_may_end = threading.Event(), threading.Event()
-    real = WorkerHalf._load
+    real = LoadJob.run
 
-    def held(self: WorkerHalf, ended: Any) -> None:
-        if ended.load.request_id == "second":
+    def held(self: LoadJob) -> None:
+        if self.request_id == "second":
             go_on.wait(30)
-        elif self is not ranks[0]:
+        elif self not in ranks[0]._loads.under_way:
             others_may_end.wait(30)
-        real(self, ended)
+        real(self)
 
-    monkeypatch.setattr(WorkerHalf, "_load", held)
+    monkeypatch.setattr(LoadJob, "run", held)
     for rank in ranks[1:]:
         rank._idle_wait = 0.0  # too slow for the step in which the first rank's load ends
     for n, name in enumerate(["first", "second"]):
@@ -988,7 +990,7 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
         engine.step()
         if ranks[0]._steps_with_news and not others_may_end.is_set():
             others_may_end.set()
-            while any(rank._ended.empty() for rank in ranks[1:]):
+            while not all(rank._link.something_ended.is_set() for rank in ranks[1:]):
                 time.sleep(0.001)
     assert time.monotonic() - began < 10
     go_on.set()

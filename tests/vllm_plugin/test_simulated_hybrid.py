@@ -25,12 +25,12 @@ from simulator import Layers, SimulatedEngine
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvdock import Client
-from kvdock_vllm import stores as stores_module
-from kvdock_vllm import worker as worker_module
 from kvdock_vllm.connector import KVDockConnector
+from kvdock_vllm.engine import store_jobs
+from kvdock_vllm.engine import stores as stores_module
+from kvdock_vllm.engine.lookup import State
+from kvdock_vllm.engine.transfers.shared import SharedTransfers
 from kvdock_vllm.holds import Holds
-from kvdock_vllm.lookup import State
-from kvdock_vllm.transfers import SharedTransfers
 
 pytestmark = pytest.mark.skipif(
     not issubclass(KVDockConnector, SupportsHMA),
@@ -220,7 +220,7 @@ def test_blocks_that_a_window_left_behind_while_a_store_reads_them(
     # here, so that stores have to be ended.
     monkeypatch.setattr(Holds, "bind", lambda *_: None)
     slow_copies(monkeypatch, 0.01)
-    monkeypatch.setattr(worker_module, "_FLUSH_SECONDS", 0.001)
+    monkeypatch.setattr(store_jobs, "_FLUSH_SECONDS", 0.001)
     groups = MODELS["two windows"]
     engine = start_engine(
         groups=groups,
@@ -335,7 +335,7 @@ def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(
     engine.add("r", prompt(6 * C + 9), max_tokens=40, kv_transfer_params=ASK)
 
     def lose_the_last_chunk() -> None:
-        for load in engine.connector._of_scheduler._loads.values():
+        for load in engine.connector._of_scheduler._loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session

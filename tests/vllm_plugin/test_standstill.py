@@ -25,10 +25,10 @@ from simulator import CHUNK_TOKENS, SimulatedEngine
 
 from kvdock.types import BlockRegion, DeviceAllocation, GroupMemory
 from kvdock_vllm import worker as worker_module
-from kvdock_vllm.device_memory import ExportedMemory
+from kvdock_vllm.engine.device.memory import ExportedMemory
+from kvdock_vllm.engine.device.transfers import DeviceTransfers
+from kvdock_vllm.engine.transfers import server as server_transfers
 from kvdock_vllm.scheduler import EXTRA_TOKENS_KEYS
-from kvdock_vllm.transfers import server as server_transfers
-from kvdock_vllm.transfers.device import DeviceTransfers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server" / "transfer"))
 from host_driver import UUID
@@ -158,7 +158,7 @@ def test_a_load_keeps_its_blocks_until_the_server_cannot_write_to_them(
     engine = host.engine
     host.ask(prompt)
     engine.forget()
-    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads))
+    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads.under_way))
     engine.add("loading", prompt, max_tokens=3)
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
@@ -183,12 +183,12 @@ def test_a_load_ends_with_the_next_session_of_its_worker(host: Host) -> None:
     engine = host.engine
     host.ask(prompt)
     engine.forget()
-    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads))
+    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads.under_way))
     engine.add("loading", prompt, max_tokens=3)
     (worker,) = (rank.connector._of_worker for rank in engine.ranks)
     live = worker._link.current
     assert live is not None
-    while not worker._unanswered:
+    while not worker._loads.unanswered:
         engine.step()
     # As when the server has been silent for too long: nobody can tell it that it is over.
     live.session._stream._call.cancel()

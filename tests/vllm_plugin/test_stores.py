@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from kvdock.types import GroupKind
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.keys import CacheScope
-from kvdock_vllm.metadata import StoreOutcome, StoreSpec, Target
-from kvdock_vllm.records import ExtraTokens, Record
-from kvdock_vllm.stores import Stores
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.records import CacheScope, ExtraTokens, Record
+from kvdock_vllm.engine.specs import StoreOutcome, StoreSpec, Target
+from kvdock_vllm.engine.stores import Stores
 
 CHUNK = 32
 WINDOW = GroupShape(0, GroupKind.SLIDING_WINDOW, 16, ("a",), window_tokens=40)
@@ -30,9 +29,8 @@ def record() -> Record:
 
 @pytest.fixture
 def stores() -> Stores:
-    scopes: Any = SimpleNamespace(scope=lambda request, chunk_tokens: CacheScope((), None))
-    teller: Any = None
-    return Stores([WINDOW, FULL], scopes, teller, workers=1)
+    describe: Any = None
+    return Stores([WINDOW, FULL], lambda *_: CacheScope((), None), describe, workers=1)
 
 
 def chunks(spec: StoreSpec | None) -> dict[int, tuple[int, int]]:
@@ -88,7 +86,7 @@ def test_what_was_refused_is_offered_again_as_far_as_it_is_there(
     stores: Stores, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("kvdock_vllm.stores.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvdock_vllm.engine.stores.time.monotonic", lambda: now)
     spec = stores.plan(record, 4 * CHUNK, TARGET)
     assert spec is not None
     assert stores.note(spec.job_id, StoreOutcome(workers=1, refused_from=1))

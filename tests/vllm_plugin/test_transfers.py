@@ -19,15 +19,16 @@ import torch
 
 import kvdock
 from kvdock.types import BlockRegion, ChunkStatus, DeviceAllocation, GroupMemory, TransferMode
-from kvdock_vllm.copier import CopyStoppedError, Part
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import GroupLayout, Region
-from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers import HostMover, Mark, SharedTransfers
-from kvdock_vllm.transfers import device as device_module
-from kvdock_vllm.transfers.device import DeviceTransfers
-from kvdock_vllm.transfers.device_mover import DeviceMover
+from kvdock_vllm.engine.copier import CopyStoppedError, HostBlocks
+from kvdock_vllm.engine.device import transfers as device_module
+from kvdock_vllm.engine.device.mover import DeviceMover
+from kvdock_vllm.engine.device.transfers import DeviceTransfers
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import GroupLayout, Region
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
+from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
+from kvdock_vllm.engine.transfers.shared import HostMover, SharedTransfers
 
 BLOCK_TOKENS = 16
 CHUNKS = 300
@@ -89,7 +90,7 @@ class Bench:
             keys=KEYS[:chunks],
             block_ids=IDS[:chunks],
         )
-        return transfers.store(self.session, self.target, store, ready or Mark(), stop)
+        return transfers.store(CopyRequest(self.session, self.target, store, ready or Mark(), stop))
 
     def load(
         self,
@@ -105,8 +106,9 @@ class Bench:
             end_chunk=len(ids),
             skip_blocks=0,
             block_ids=tuple(ids),
+            lease_id=lease,
         )
-        return transfers.load(self.session, self.target, lease, load, ready or Mark(), never)
+        return transfers.load(CopyRequest(self.session, self.target, load, ready or Mark(), never))
 
     def mode(self) -> tuple[str, str]:
         """What the server says of the worker's session."""
@@ -142,16 +144,20 @@ def test_a_chunk_that_is_not_to_be_had_costs_only_itself(bench: Bench, kind: str
 @each_mover
 def test_a_store_waits_for_what_is_still_being_computed(bench: Bench, kind: str) -> None:
     transfers = bench.shared(kind)
-    computed = threading.Event()
+    asked, computed = threading.Event(), threading.Event()
+
+    def is_computed() -> bool:
+        asked.set()
+        return computed.is_set()
 
     def compute() -> None:
-        time.sleep(0.2)
+        assert asked.wait(10)
         bench.blocks[:] = 7
         computed.set()
 
     thread = threading.Thread(target=compute)
     thread.start()
-    bench.store(transfers, Mark(computed.is_set), chunks=9)
+    bench.store(transfers, Mark(is_computed), chunks=9)
     thread.join()
     bench.blocks[:] = 0
     hit = bench.scheduler.lookup("n", KEYS[:9])
@@ -166,11 +172,15 @@ def test_a_load_waits_for_who_still_reads(bench: Bench, kind: str) -> None:
     transfers = bench.shared(kind)
     bench.store(transfers, chunks=9)
     bench.blocks[:] = 0
-    read = threading.Event()
+    asked, read = threading.Event(), threading.Event()
     seen: list[bool] = []
 
+    def is_read() -> bool:
+        asked.set()
+        return read.is_set()
+
     def look() -> None:
-        time.sleep(0.2)
+        assert asked.wait(10)
         seen.append(bool((bench.blocks == 0).all()))
         read.set()
 
@@ -178,7 +188,7 @@ def test_a_load_waits_for_who_still_reads(bench: Bench, kind: str) -> None:
     thread.start()
     hit = bench.scheduler.lookup("n", KEYS[:9])
     assert hit.lease is not None
-    assert all(bench.load(transfers, hit.lease.id, IDS[:9], Mark(read.is_set)))
+    assert all(bench.load(transfers, hit.lease.id, IDS[:9], Mark(is_read)))
     thread.join()
     assert seen == [True]
 
@@ -238,10 +248,10 @@ def test_groups_of_unequal_blocks_share_the_staging_buffers(bench: Bench) -> Non
         (0, [7, 1], bench.blocks[:, [7, 1]].transpose(1, 0, 2)),
     ]:
         host = np.zeros(wanted.size, np.uint8)
-        mover.gather(position, [Part(ids, host)], never)
+        mover.gather(position, [HostBlocks(ids, host)], never)
         assert host.tobytes() == wanted.tobytes()
         host[:] = position
-        mover.scatter(position, [Part(ids, host)], never)
+        mover.scatter(position, [HostBlocks(ids, host)], never)
     assert (large[[4, 0, 2]] == 1).all()
     assert (bench.blocks[:, [7, 1]] == 0).all()
     mover.close(bench.session)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Holds:
-    """Those of one engine. Used by the scheduler's thread."""
+    """The holds of one engine. Used by the scheduler's thread."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvdock_vllm.config import Config
-from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.engine.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

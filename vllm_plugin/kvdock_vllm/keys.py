@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvdock.keys import CacheSalt, Extra, LoRA, MultiModalItem, PromptEmbeds
+from kvdock_vllm.engine.records import CacheScope
 from kvdock_vllm.weights import files_digest, last_change, local_folder
 
 if TYPE_CHECKING:
@@ -30,15 +31,6 @@ _log = logging.getLogger(__name__)
 # adapter changes the encoder. A name of another form was chosen by somebody, or is only counted up,
 # and may stand for something else in another process.
 _CONTENT_DIGEST = re.compile(r"(.*:)?[0-9a-f]{32,}", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheScope:
-    """How far a request may be cached, and the extras of its keys."""
-
-    extras: tuple[Extra, ...]
-    limit: int | None
-    """Tokens from the first on that may be cached. None: all."""
 
 
 NOT_CACHED = CacheScope((), 0)

@@ -36,7 +36,7 @@ MODES: Final = ("server", "shared")
 
 
 def workers_gauge(mode: str) -> str:
-    """The name under which it is counted how many more workers copy in a mode, or fewer."""
+    """Name of the gauge of workers that copy in a mode. It counts changes: 1 or -1."""
     return f"{mode}_mode_workers"
 
 

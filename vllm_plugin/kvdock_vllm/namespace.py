@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock.types import Group, Namespace
 from kvdock_vllm import weights
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import UnsupportedLayoutError
-from kvdock_vllm.metadata import GroupPages, WorkerDescription
-from kvdock_vllm.parallel import ParallelStrategy
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import UnsupportedLayoutError
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupPages
+from kvdock_vllm.metadata import WorkerDescription
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

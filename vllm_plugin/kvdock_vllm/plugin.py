@@ -6,7 +6,8 @@ import logging
 from typing import Final
 
 from kvdock.printable import PrintableLog
-from kvdock_vllm import affinity, offloading_alias
+from kvdock_vllm import offloading_alias
+from kvdock_vllm.engine import affinity
 
 NAME: Final = "KVDockConnector"
 _MODULE: Final = "kvdock_vllm.connector"

@@ -1,15 +1,12 @@
-"""What the scheduler's half knows of each request that vLLM has not finished."""
+"""The records of vLLM's requests."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
-from kvdock.keys import KeyChain, LoRA
-from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.lookup import Lookup, State
+from kvdock_vllm.engine.records import ExtraTokens, Record
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -17,94 +14,28 @@ if TYPE_CHECKING:
 _SAMPLE_NUMBER = re.compile(r"\A[0-9]+_")
 
 
-class ExtraTokens:
-    """What the answer to one prompt tells of: its tokens that came from here.
+class Records(dict[str, Record]):
+    """By request_id."""
 
-    vLLM makes a request of each sample of a prompt (``n`` > 1), and tells only what the last one to
-    end was told. That one may have found in the engine what another had loaded. So they share this.
-    """
+    def __init__(self, num_groups: int) -> None:
+        super().__init__()
+        self._num_groups = num_groups
+        # vLLM makes a request of each sample of a prompt (``n`` > 1), and tells only what the last
+        # one to end was told. So they share one, which is there as long as their records.
+        self._extras: WeakValueDictionary[str, ExtraTokens] = WeakValueDictionary()
 
-    def __init__(self) -> None:
-        self.loaded = 0
-        """The most that was loaded for one sample."""
+    def of(self, request: Request) -> Record:
+        """The request's record, made if there is none yet."""
+        record = self.get(request.request_id)
+        if record is None:
+            tables: list[list[int]] = [[] for _ in range(self._num_groups)]
+            extra = self._extras.setdefault(_prompt_id(request.request_id), ExtraTokens())
+            record = self[request.request_id] = Record(request, extra, tables)
+        return record
 
-    def note(self, tokens: int) -> None:
-        """So many were loaded for a sample."""
-        self.loaded = max(self.loaded, tokens)
 
-
-def prompt_id(request_id: str) -> str:
+def _prompt_id(request_id: str) -> str:
     """The same for all samples of a prompt: vLLM numbers them before the prompt's own id
     (``ParentRequest.get_child_info``).
     """
     return _SAMPLE_NUMBER.sub("", request_id)
-
-
-@dataclass(slots=True)
-class Record:
-    """One request."""
-
-    request: Request
-    extra: ExtraTokens
-    tables: list[list[int]]
-    """For each group of the model the request's blocks, as vLLM told them last. A block that its
-    group does not need any more may have become another's since."""
-    lookup: Lookup | None = None
-    is_of_before: bool = False
-    """Some of its KV was computed before the cache was reset: nothing of it is stored."""
-    bypass: bool = False
-    """A load failed: loads no more, so as not to fail again and again."""
-    stored_chunks: int = 0
-    """Chunks from the first on that the server has, or that were offered to it."""
-    stored_epoch: int = 0
-    """Of the server that this is true for."""
-    retry_at: float = 0.0
-    jobs: set[int] = field(default_factory=set)
-    """Stores under way that read the request's blocks."""
-    admitted: bool = False
-    """vLLM has decided once how much of the request it loads: what became of that is counted."""
-    chunk_tokens: int = 0
-    """Of the keys; 0 before the first."""
-    adapter: LoRA | None = None
-    """What the keys say of the request's adapter. None before the first, and if it has none."""
-    _chain: KeyChain | None = None
-    _limit: int | None = None
-
-    def keys(self, scopes: ScopeReader, num_tokens: int, chunk_tokens: int) -> list[bytes]:
-        """Keys of the full chunks among the first ``num_tokens`` tokens that are cached."""
-        if self._chain is None or self.chunk_tokens != chunk_tokens:
-            scope = scopes.scope(self.request, chunk_tokens)
-            self._limit = scope.limit
-            self.adapter = next((one for one in scope.extras if isinstance(one, LoRA)), None)
-            self._chain = KeyChain(chunk_tokens, scope.extras)
-            self.chunk_tokens = chunk_tokens
-        if self._limit is not None:
-            num_tokens = min(num_tokens, self._limit)
-        known = self._chain.num_tokens
-        if known < num_tokens:
-            self._chain.extend(self.request.all_token_ids[known:num_tokens])
-        return list(self._chain.keys[: num_tokens // chunk_tokens])
-
-    def set_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """The request has these blocks and no others."""
-        self.tables = [list(table) for table in tables]
-
-    def extend_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """The request has got more blocks."""
-        for table, more in zip(self.tables, tables, strict=True):
-            table.extend(more)
-
-    def take_lookup(self) -> Lookup | None:
-        """The lookup, whose lease is the caller's now. What it found need not be stored."""
-        lookup, self.lookup = self.lookup, None
-        if lookup is not None and lookup.state is State.ANSWERED:
-            # Assigned, not added to: the scheduler may have asked many times.
-            self.stored_chunks = lookup.hit_chunks
-            self.stored_epoch = lookup.target.epoch
-        return lookup
-
-    def forget_lookup(self) -> None:
-        """Gives back what is locked for the request, unless a load has it."""
-        if self.lookup is not None:
-            self.lookup.close()
-            self.lookup = None

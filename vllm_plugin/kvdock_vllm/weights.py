@@ -161,8 +161,8 @@ def files_digest(path: Path) -> str:
 def _samples(files: Sequence[tuple[Path, int]]) -> Iterator[bytes]:
     """Bytes of files of these sizes, from places that are the same ones for the same sizes.
 
-    They are so many that two checkpoints of which a twentieth differs have equal ones in two cases
-    of a million.
+    There are enough samples that two checkpoints of which a twentieth differs have equal ones in
+    two cases of a million.
     """
     total = sum(size for _, size in files)
     places = sorted(place % total for place in _PLACES) if total else []

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvdock.events import Follower, PartId, Removed, Stored
 from kvdock.types import ChunkEventData
-from kvdock_vllm.events.vllm_events import (
-    MEDIA,
-    Adapter,
-    GroupLabel,
-    block_removed,
-    block_stored,
-)
+from kvdock_vllm.events.vllm_events import MEDIA, Adapter, GroupLabel, block_removed, block_stored
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -60,11 +54,11 @@ class Published:
         self._new_adapters: set[str] = set()
 
     def is_told_by(self, source: Follower | None) -> bool:
-        """Whether that is who tells what the server has."""
+        """Whether ``source`` tells what the server has."""
         return self._source is source
 
     def begin(self, source: Follower | None) -> None:
-        """From now on that is who tells what the server has, or nobody. What it had is gone."""
+        """From now on ``source`` tells what the server has; None: nobody. What it had is gone."""
         with self._lock:
             self._source = source
             for part_id in reversed(self._there):
@@ -73,7 +67,7 @@ class Published:
             self._there.clear()
 
     def note(self, changes: Sequence[Stored | Removed], source: Follower) -> None:
-        """What the server has has changed. Nothing if another one tells that by now."""
+        """Takes changes of what the server has, unless another source tells of it by now."""
         with self._lock:
             if self._source is not source:
                 return

@@ -12,9 +12,9 @@ from kvdock.address import Address
 from kvdock.errors import KVDockError, NoEventLog
 from kvdock.events import Filter, Follower, Index
 from kvdock.keys import LoRA
-from kvdock_vllm import affinity
+from kvdock_vllm.engine import affinity
+from kvdock_vllm.events.describer import adapter_scheme, hash_scheme
 from kvdock_vllm.events.published import Published
-from kvdock_vllm.events.teller import adapter_scheme, hash_scheme
 from kvdock_vllm.events.vllm_events import Adapter, GroupLabel, label_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class Relay:
         )
         self._thread.start()
 
-    def know_adapter(self, request: Request, adapter: LoRA | None) -> None:
+    def know_adapter(self, request: Any, adapter: LoRA | None) -> None:
         """The engine has the adapter of this request; None: it is not cached."""
         lora = request.lora_request
         if lora is None:

@@ -5,33 +5,38 @@ of its part, because what a window needs after the chunk it needs in this step a
 may be gone, when a store is offered again that was refused; then the other groups' parts are stored
 without it, and no hit ends there.
 
-A store reads blocks for a while after the step. Blocks of a finished request vLLM holds for it.
-Those of a preempted one it gives to others, and those that a window has left behind as well, though
-last of all (holds.py). So each step names the stores whose blocks are about to be written into, and
-the workers end them before.
+A store reads blocks for a while after the step. Blocks of a finished request the engine holds.
+Those of a preempted one it gives to others, and those that a window has left behind as well. So
+each step names the stores whose blocks are about to be written into, and the workers end them
+before.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
-from kvdock.types import GroupKind
-from kvdock_vllm.events import Teller
-from kvdock_vllm.groups import NULL_BLOCK, GroupShape
-from kvdock_vllm.keys import ScopeReader
-from kvdock_vllm.metadata import GroupStore, StoreOutcome, StoreSpec, Target
-from kvdock_vllm.records import Record
+from kvdock.keys import LoRA
+from kvdock.types import ChunkEventData, GroupKind
+from kvdock_vllm.engine.groups import NULL_BLOCK, GroupShape
+from kvdock_vllm.engine.records import ReadScope, Record
+from kvdock_vllm.engine.specs import GroupStore, StoreOutcome, StoreSpec, Target
 
 # What was refused (no memory, a parent that went) is not offered again sooner.
 _RETRY_SECONDS = 1.0
 
 
+Describe = Callable[[Any, LoRA | None, GroupShape, range, int], tuple[ChunkEventData, ...]]
+"""What events are to tell of a request with that adapter: of one group's parts in a range of
+chunks, for chunks of that many tokens."""
+
+
 @dataclass(slots=True)
-class _Job:
+class _PendingStore:
     """A store under way."""
 
     record: Record
@@ -44,20 +49,25 @@ class _Job:
 
 
 class Stores:
-    """Those of one engine. Used by one thread."""
+    """The stores of one engine. Used by one thread."""
 
     def __init__(
-        self, shapes: Sequence[GroupShape], scopes: ScopeReader, teller: Teller, *, workers: int
+        self,
+        shapes: Sequence[GroupShape],
+        read_scope: ReadScope,
+        describe: Describe,
+        *,
+        workers: int,
     ) -> None:
         self._shapes = shapes
         # A window's part may only follow a chunk that the server knows, by whatever part of it.
         self._positions = sorted(
             range(len(shapes)), key=lambda n: shapes[n].kind is not GroupKind.FULL_ATTENTION
         )
-        self._scopes = scopes
-        self._teller = teller
+        self._read_scope = read_scope
+        self._describe = describe
         self._workers = workers
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _PendingStore] = {}
         self._num_jobs = 0
 
     @property
@@ -88,7 +98,7 @@ class Stores:
             return None
         if time.monotonic() < record.retry_at and not is_last:
             return None
-        keys = record.keys(self._scopes, num_tokens, chunk_tokens)
+        keys = record.keys(self._read_scope, num_tokens, chunk_tokens)
         complete = (
             len(table) // shape.chunk_blocks(chunk_tokens)
             for shape, table in zip(self._shapes, record.tables, strict=True)
@@ -109,7 +119,7 @@ class Stores:
         record.jobs.add(job_id)
         block_ids = frozenset(block for group in groups for block in group.block_ids)
         of_windows = sorted(self._of_windows(groups, chunk_tokens))
-        self._jobs[job_id] = _Job(record, block_ids, of_windows, self._workers)
+        self._jobs[job_id] = _PendingStore(record, block_ids, of_windows, self._workers)
         return StoreSpec(job_id, record.request.request_id, groups, target)
 
     def _group_store(
@@ -141,8 +151,8 @@ class Stores:
             parent=keys[begin - 1] if begin else b"",
             keys=tuple(keys[begin:end]),
             block_ids=tuple(block for part in parts[gone:] for block in table[part]),
-            event_data=self._teller.tell(
-                record.request, record.adapter, shape, begin, end, target.chunk_tokens
+            event_data=self._describe(
+                record.request, record.adapter, shape, range(begin, end), target.chunk_tokens
             )
             if target.event_log
             else (),
@@ -151,7 +161,7 @@ class Stores:
     def _of_windows(
         self, groups: Iterable[GroupStore], chunk_tokens: int
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """As :class:`_Job` has them, in any order."""
+        """As :class:`_PendingStore` has them, in any order."""
         for group in groups:
             shape = self._shapes[group.position]
             if not shape.window_tokens:
@@ -177,8 +187,8 @@ class Stores:
         found: dict[int, list[int]] = {}
         for job_id, job in self._jobs.items():
             request = job.record.request
-            # What a preempted request's stores read is not its own any more; and vLLM keeps what a
-            # finished one's read.
+            # What a preempted request's stores read is not its own any more; and what a finished
+            # one's read is kept for it.
             if not job.of_windows or job_id not in job.record.jobs or request.is_finished():
                 continue
             computed = request.num_computed_tokens + num_scheduled.get(request.request_id, 0)

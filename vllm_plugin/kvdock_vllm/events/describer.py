@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock.keys import LoRA
 from kvdock.types import ChunkEventData
-from kvdock_vllm.groups import GroupShape
+from kvdock_vllm.engine.groups import GroupShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,7 +51,7 @@ def adapter_scheme(scheme: str, request: Request, adapter: LoRA) -> str:
     return f"{scheme}/{content.hexdigest()[:16]}"
 
 
-class Teller:
+class EventDescriber:
     """Says what events are to tell of a request's chunks."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -62,16 +62,15 @@ class Teller:
         self._scheme: str | None = None
         self._said_left_out = False
 
-    def tell(
+    def describe(
         self,
         request: Request,
         adapter: LoRA | None,
         shape: GroupShape,
-        first: int,
-        end: int,
+        chunks: range,
         chunk_tokens: int,
     ) -> tuple[ChunkEventData, ...]:
-        """Of one group's parts of chunks [first, end) of a request with that adapter.
+        """Of one group's parts of these chunks of a request with that adapter.
 
         Nothing at all if vLLM has not hashed them all, or not in a way that fits. Of a chunk that
         cannot be told as vLLM tells it an empty description, which nobody publishes.
@@ -80,7 +79,7 @@ class Teller:
         step = block_tokens // self._hash_tokens
         # A hash covers all tokens up to its end, so a larger block's is its last one's.
         hashes = request.block_hashes[step - 1 :: step] if step else []
-        if len(hashes) < end * shape.chunk_blocks(chunk_tokens):
+        if len(hashes) < chunks.stop * shape.chunk_blocks(chunk_tokens):
             return ()
         if self._scheme is None:
             self._scheme = hash_scheme(self._vllm_config)
@@ -89,7 +88,7 @@ class Teller:
             scheme, lora_name = adapter_scheme(scheme, request, adapter), adapter.name
         told = []
         room = _MOST_STORE_BYTES
-        for chunk in range(first, end):
+        for chunk in chunks:
             part = shape.part(chunk, chunk_tokens)
             tokens = request.all_token_ids[part.start * block_tokens : part.stop * block_tokens]
             data = ChunkEventData(

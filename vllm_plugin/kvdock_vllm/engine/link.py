@@ -20,8 +20,8 @@ from typing import Generic, TypeVar
 from kvdock import Client, Session
 from kvdock.address import Address
 from kvdock.errors import KVDockError, Unavailable
-from kvdock_vllm import affinity
-from kvdock_vllm.autostart import Autostart
+from kvdock_vllm.engine import affinity
+from kvdock_vllm.engine.autostart import Autostart
 
 _log = logging.getLogger(__name__)
 

@@ -13,28 +13,24 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
 
 from kvdock import Session
 from kvdock.types import ChunkStatus, TransferMode
 from kvdock.v1 import cache_pb2
-from kvdock_vllm.copier import Copier, CopyStoppedError, Part
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import GroupLayout
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import (
+from kvdock_vllm.engine.copier import Copier, CopyStoppedError, HostBlocks, Stop
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
+from kvdock_vllm.engine.transfers.base import (
+    CopyRequest,
     CountWorkers,
     Mark,
-    Reading,
-    Stop,
     Transfers,
     answer,
     split_blocks,
 )
-
-if TYPE_CHECKING:
-    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +60,7 @@ class Mover(ABC):
         """None is under way any more, and none will follow."""
 
     @abstractmethod
-    def gather(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def gather(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         """Copies blocks of the group of that position to the host.
 
         Raises CopyStoppedError as soon as ``stop()`` is true. However it ends, no copy is under
@@ -72,7 +68,7 @@ class Mover(ABC):
         """
 
     @abstractmethod
-    def scatter(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def scatter(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         """The way back, likewise."""
 
 
@@ -88,10 +84,10 @@ class HostMover(Mover):
     def close(self, session: Session) -> None:
         """Nothing was kept."""
 
-    def gather(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def gather(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         self._copiers[position].gather(parts, stop)
 
-    def scatter(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def scatter(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         self._copiers[position].scatter(parts, stop)
 
 
@@ -130,19 +126,12 @@ class SharedTransfers(Transfers):
     def mark(self) -> Mark:
         return Mark()
 
-    def load(
-        self,
-        session: Session,
-        target: Target,
-        lease_id: int,
-        group: GroupLoad,
-        ready: Mark,
-        stop: Stop,
-    ) -> list[bool]:
-        in_part = self._shapes[group.position].part_blocks(target.chunk_tokens)
+    def load(self, request: CopyRequest[GroupLoad]) -> list[bool]:
+        session, group = request.session, request.group
+        in_part = self._shapes[group.position].part_blocks(request.target.chunk_tokens)
         block_bytes = self._layouts[group.position].block_bytes
         found = session.retrieve(
-            lease_id,
+            group.lease_id,
             group.first_chunk,
             group.end_chunk,
             group_idx=group.group_idx,
@@ -156,25 +145,23 @@ class SharedTransfers(Transfers):
             location = result.location if result.status is ChunkStatus.RETRIEVED else None
             if location is not None:
                 begin, end = skip * block_bytes, (skip + len(block_ids)) * block_bytes
-                parts.append(Part(block_ids, session.pool.array(location)[begin:end]))
+                parts.append(HostBlocks(block_ids, session.pool.array(location)[begin:end]))
             filled.append(location is not None)
         if parts:
-            _wait(ready, stop, _LOAD_READY_SECONDS)
+            _wait(request.ready, request.stop, _LOAD_READY_SECONDS)
             with self._using(session):
-                self._mover.scatter(group.position, parts, stop)
+                self._mover.scatter(group.position, parts, request.stop)
         # One range costs the server less, but says nothing where some were not to be had.
-        held = self._free_locks(session, lease_id, group, one_range=all(filled))
+        held = self._free_locks(session, group, one_range=all(filled))
         return [ok and lock for ok, lock in zip(filled, held, strict=True)]
 
-    def _free_locks(
-        self, session: Session, lease_id: int, group: GroupLoad, *, one_range: bool
-    ) -> list[bool]:
+    def _free_locks(self, session: Session, group: GroupLoad, *, one_range: bool) -> list[bool]:
         """Frees this reader's locks; for each chunk whether its lock is known to have been held."""
         chunks = group.end_chunk - group.first_chunk
         width = chunks if one_range else 1
         locks = [
             cache_pb2.LockRange(
-                lease_id=lease_id,
+                lease_id=group.lease_id,
                 first_chunk=first,
                 end_chunk=first + width,
                 group_idx=group.group_idx,
@@ -192,18 +179,11 @@ class SharedTransfers(Transfers):
         ]
         return [count == width for count in released for _ in range(width)]
 
-    def store(
-        self,
-        session: Session,
-        target: Target,
-        group: GroupStore,
-        ready: Mark,
-        stop: Stop,
-        reading: Reading = nullcontext,
-    ) -> list[ChunkStatus]:
-        in_part = self._shapes[group.position].part_blocks(target.chunk_tokens)
+    def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
+        session, group = request.session, request.group
+        in_part = self._shapes[group.position].part_blocks(request.target.chunk_tokens)
         reservation = session.reserve(
-            target.namespace,
+            request.target.namespace,
             group.keys,
             parent=group.parent,
             group_idx=group.group_idx,
@@ -221,12 +201,12 @@ class SharedTransfers(Transfers):
                 if location is None:
                     raise ValueError(f"the server reserved chunk {index} and did not say where")
                 block_ids = group.block_ids[index * in_part : (index + 1) * in_part]
-                parts.append(Part(block_ids, session.pool.array(location)))
-            with reading():
-                _wait(ready, stop, _STORE_READY_SECONDS)
+                parts.append(HostBlocks(block_ids, session.pool.array(location)))
+            with request.reading():
+                _wait(request.ready, request.stop, _STORE_READY_SECONDS)
                 with self._using(session):
-                    self._mover.gather(group.position, parts, stop)
-            if stop():
+                    self._mover.gather(group.position, parts, request.stop)
+            if request.stop():
                 raise CopyStoppedError
         except BaseException:
             session.submit(cache_pb2.AbortRequest(reservation_id=reservation.id))

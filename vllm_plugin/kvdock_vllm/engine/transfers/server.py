@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvdock import Session
 from kvdock.errors import DeviceMemory, SessionLost
 from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Copies, Mark, Reading, Stop, UnansweredError, answer
-from kvdock_vllm.transfers.fence import Fence
-
-if TYPE_CHECKING:
-    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore
+from kvdock_vllm.engine.transfers.base import ChunkTransfers, CopyRequest, UnansweredError, answer
+from kvdock_vllm.engine.transfers.fence import Fence
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +26,7 @@ _PIECE_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 
 
-class ServerCopies(Copies):
+class ServerChunkTransfers(ChunkTransfers):
     """Has the server copy. The session must have registered the memory.
 
     Of workers that read the same shard one loads for all (``ParallelStrategy.fills``): the bytes
@@ -41,19 +38,12 @@ class ServerCopies(Copies):
         self._strategy = strategy
         self._fence = fence
 
-    def load(
-        self,
-        session: Session,
-        target: Target,
-        lease_id: int,
-        group: GroupLoad,
-        ready: Mark,
-        stop: Stop,
-    ) -> list[bool]:
-        if stop():
+    def load(self, request: CopyRequest[GroupLoad]) -> list[bool]:
+        if request.stop():
             raise CopyStoppedError
-        request = cache_pb2.RetrieveRequest(
-            lease_id=lease_id,
+        group = request.group
+        message = cache_pb2.RetrieveRequest(
+            lease_id=group.lease_id,
             group_idx=group.group_idx,
             first_chunk=group.first_chunk,
             end_chunk=group.end_chunk,
@@ -64,61 +54,54 @@ class ServerCopies(Copies):
         )
         if self._strategy.filled_by is not None:
             asking = cache_pb2.RetrieveRequest(filled_by=self._strategy.filled_by)
-            asking.MergeFrom(request)
+            asking.MergeFrom(message)
             try:
-                return self._retrieve(session, asking)
+                return self._retrieve(request.session, asking)
             except DeviceMemory as refused:
                 # The other worker is in another mode, or its memory is not registered yet.
                 _log.debug("this worker loads by itself: %s", refused.message)
         # What this worker had queued stands for the others too. In every layer their attention
         # comes before an all-reduce that the kernels queued here wait for, so blocks that this
         # worker uses no more they use no more either.
-        request.ready_event = ready.event
-        request.block_ids.extend(group.block_ids)
-        request.skip_blocks = group.skip_blocks
-        request.also_fill.extend(self._strategy.fills)
-        return self._retrieve(session, request)
+        message.ready_event = request.ready.event
+        message.block_ids.extend(group.block_ids)
+        message.skip_blocks = group.skip_blocks
+        message.also_fill.extend(self._strategy.fills)
+        return self._retrieve(request.session, message)
 
-    def store(
-        self,
-        session: Session,
-        target: Target,
-        group: GroupStore,
-        ready: Mark,
-        stop: Stop,
-        reading: Reading = nullcontext,
-    ) -> list[ChunkStatus]:
-        if stop():
+    def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
+        if request.stop():
             raise CopyStoppedError
-        request = cache_pb2.StoreRequest(
-            namespace=target.namespace,
+        group = request.group
+        message = cache_pb2.StoreRequest(
+            namespace=request.target.namespace,
             group_idx=group.group_idx,
             parent_key=group.parent,
             keys=group.keys,
             block_ids=group.block_ids,
-            ready_event=ready.event,
+            ready_event=request.ready.event,
             event_data=[data.to_proto() for data in group.event_data],
             timeout_ms=round(_STORE_SECONDS * 1000),
             deadline_ns=_deadline_ns(_STORE_SECONDS),
         )
-        with reading():
-            future = session.submit(request)
+        with request.reading():
+            future = request.session.submit(message)
             wait([future], _STORE_SECONDS)
             # Of a lost session the server may not know: it could store what is there until then.
-            while _is_lost(future) and time.monotonic_ns() < request.deadline_ns:
+            while _is_lost(future) and time.monotonic_ns() < message.deadline_ns:
                 time.sleep(_POLL_SECONDS)
         response = answer(future, "a Store past its deadline", _PIECE_SECONDS)
         return [ChunkStatus(status) for status in response.statuses]
 
-    def _retrieve(self, session: Session, request: cache_pb2.RetrieveRequest) -> list[bool]:
-        future = session.submit(request)
+    def _retrieve(self, session: Session, message: cache_pb2.RetrieveRequest) -> list[bool]:
+        future = session.submit(message)
         is_over = self._fence.passed(session, future)
         seconds = _LOAD_SECONDS + _PIECE_SECONDS
         try:
             response = future.result(seconds)
         except TimeoutError:
-            message = f"the server did not answer Retrieve within {seconds:g} s"
-            raise UnansweredError(message, is_over) from None
+            why = f"the server did not answer Retrieve within {seconds:g} s"
+            raise UnansweredError(why, is_over) from None
         except SessionLost as lost:
             raise UnansweredError(lost.message, is_over) from lost
         return [chunk.status == ChunkStatus.RETRIEVED.value for chunk in response.chunks]

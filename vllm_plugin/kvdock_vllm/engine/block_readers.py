@@ -11,23 +11,19 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.metadata import StoreSpec
+from kvdock_vllm.engine.copier import CopyStoppedError
 
 # A server that has not answered for so long is not waited for.
 _ANSWER_SECONDS = 0.25
 
 
 @dataclass(eq=False, slots=True)
-class StoreJob:
-    """A store under way. What changes is changed by :class:`StoreJobs`."""
+class BlockReader:
+    """One store, as far as it reads blocks. What changes is changed by :class:`BlockReaders`."""
 
-    spec: StoreSpec
-    future: Future[None] | None = None
     reads: bool = False
     """It copies blocks now."""
     given_up: bool = False
@@ -41,55 +37,55 @@ class StoreJob:
         return self.ended or (self.given_up and not self.reads)
 
 
-class StoreJobs:
-    """The jobs of one thread, which does one at a time, and those that wait for its turn.
+class BlockReaders:
+    """The stores of one thread, which does one at a time, and those that wait for their turn.
 
     The thread tells what it does; another one waits and gives up.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._current: StoreJob | None = None
+        self._current: BlockReader | None = None
         self._since = 0.0
-        """When the thread began with the current job, or began or ended to copy."""
+        """When the thread began with the current store, or began or ended to copy."""
 
-    def begin(self, job: StoreJob) -> None:
-        """The thread is at this job now."""
+    def begin(self, reader: BlockReader) -> None:
+        """The thread is at this store now."""
         with self._changed:
-            self._current = job
+            self._current = reader
             self._since = time.monotonic()
             self._changed.notify_all()
 
     @contextmanager
-    def reading(self, job: StoreJob) -> Iterator[None]:
-        """While the thread, or the server for it, reads the job's blocks.
+    def reading(self, reader: BlockReader) -> Iterator[None]:
+        """While the thread, or the server for it, reads the store's blocks.
 
-        Raises CopyStoppedError if the job was given up before.
+        Raises CopyStoppedError if the store was given up before.
         """
         with self._changed:
-            if job.given_up:
+            if reader.given_up:
                 raise CopyStoppedError
-            job.reads = True
+            reader.reads = True
         try:
             yield
         finally:
             with self._changed:
-                job.reads = False
+                reader.reads = False
                 self._since = time.monotonic()
                 self._changed.notify_all()
 
-    def end(self, job: StoreJob) -> None:
-        """Nothing more is done for this job."""
+    def end(self, reader: BlockReader) -> None:
+        """Nothing more is done for this store."""
         with self._changed:
-            job.ended = True
-            if self._current is job:
+            reader.ended = True
+            if self._current is reader:
                 self._current = None
             self._changed.notify_all()
 
-    def give_up(self, job: StoreJob) -> None:
-        """The job may read no more. What it reads just now is to be waited for."""
+    def give_up(self, reader: BlockReader) -> None:
+        """The store may read no more. What it reads just now is to be waited for."""
         with self._changed:
-            job.given_up = True
+            reader.given_up = True
 
     @property
     def is_late(self) -> bool:
@@ -97,14 +93,14 @@ class StoreJobs:
         with self._changed:
             return time.monotonic() >= self._late_at()
 
-    def wait(self, jobs: Sequence[StoreJob], seconds: float) -> bool:
-        """True as soon as all these jobs have let go of their blocks.
+    def wait(self, readers: Sequence[BlockReader], seconds: float) -> bool:
+        """True as soon as all these stores have let go of their blocks.
 
         False after that time, or when the server :attr:`is_late`.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            while not all(job.has_let_go for job in jobs):
+            while not all(reader.has_let_go for reader in readers):
                 left = min(deadline, self._late_at()) - time.monotonic()
                 if left <= 0:
                     return False

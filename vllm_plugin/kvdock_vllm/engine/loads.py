@@ -1,21 +1,23 @@
 """Loads under way: which blocks of a request a hit fills, and what became of it.
 
-vLLM waits for a load whatever happens, so there is one for whatever it was promised; one that
+The engine waits for a load whatever happens, so there is one for whatever it was promised; one that
 cannot be is planned without target, and fails.
 
-With full attention alone vLLM is told which blocks failed, and computes from the first of them on.
+With full attention alone the engine is told which blocks failed, and computes from the first on.
 With windows, or several groups, a load fails as a whole (``groups.loads_fail_whole``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvdock_vllm.groups import NULL_BLOCK, GroupShape
-from kvdock_vllm.lookup import Lookup
-from kvdock_vllm.metadata import GroupLoad, LoadSpec
+from kvdock_vllm.engine.groups import NULL_BLOCK, GroupShape
+from kvdock_vllm.engine.link import Live
+from kvdock_vllm.engine.lookup import Lookup
+from kvdock_vllm.engine.records import Record
+from kvdock_vllm.engine.specs import GroupLoad, LoadSpec, Target
 
 _log = logging.getLogger(__name__)
 
@@ -24,8 +26,8 @@ _MOST_SHOWN = 8
 
 
 @dataclass(slots=True)
-class Load:
-    """Of one request. It outlives a request that is aborted meanwhile."""
+class PendingLoad:
+    """The load of one request. It outlives a request that is aborted meanwhile."""
 
     lookup: Lookup | None
     spec: LoadSpec
@@ -60,7 +62,7 @@ def plan_load(
     *,
     is_usable: bool,
     all_or_nothing: bool,
-) -> Load:
+) -> PendingLoad:
     """The load of ``num_tokens`` tokens behind those that were computed when ``lookup`` was told.
 
     ``is_usable`` is whether the server still has what it promised. Locks on what is not going to be
@@ -87,8 +89,8 @@ def plan_load(
             misfits.append(_described(group, len(blocks), locked))
     if hit is not None and misfits:
         _log.error(
-            "request %s: vLLM asks for tokens [%d, %d) of a hit of %d chunks, which does not fit: "
-            "%s. The tokens are computed instead",
+            "request %s: the engine asks for tokens [%d, %d) of a hit of %d chunks, which does not "
+            "fit: %s. The tokens are computed instead",
             request_id,
             first_token,
             end_token,
@@ -100,25 +102,27 @@ def plan_load(
         hit.keep(groups)
     spec = LoadSpec(
         request_id=request_id,
-        lease_id=hit.lease_id if hit is not None else 0,
         groups=tuple(groups),
         all_or_nothing=all_or_nothing,
         target=hit.target if hit is not None else None,
     )
-    return Load(lookup, spec, first_token, num_tokens, loaded_tokens=num_tokens)
+    return PendingLoad(lookup, spec, first_token, num_tokens, loaded_tokens=num_tokens)
 
 
 def _group_load(
     position: int, shape: GroupShape, table: Sequence[int], blocks: range, hit: Lookup | None
 ) -> GroupLoad:
-    first_chunk = end_chunk = skip_blocks = 0
+    first_chunk = end_chunk = skip_blocks = lease_id = 0
     if hit is not None:
+        lease_id = hit.lease_id
         chunk_tokens = hit.target.chunk_tokens
         in_chunk = shape.chunk_blocks(chunk_tokens)
         first_chunk, end_chunk = blocks.start // in_chunk, -(-blocks.stop // in_chunk)
         skip_blocks = blocks.start - shape.part(first_chunk, chunk_tokens).start
     block_ids = tuple(table[blocks.start : blocks.stop])
-    return GroupLoad(position, shape.group_idx, first_chunk, end_chunk, skip_blocks, block_ids)
+    return GroupLoad(
+        position, shape.group_idx, first_chunk, end_chunk, skip_blocks, block_ids, lease_id
+    )
 
 
 def _described(group: GroupLoad, wanted: int, locked: range) -> str:
@@ -133,3 +137,56 @@ def _described(group: GroupLoad, wanted: int, locked: range) -> str:
         f"{group.end_chunk}) without their first {group.skip_blocks} blocks, and chunks "
         f"[{locked.start}, {locked.stop}) are locked"
     )
+
+
+class Loads:
+    """The loads of one engine that are under way. Used by one thread."""
+
+    def __init__(self, shapes: Sequence[GroupShape], *, all_or_nothing: bool) -> None:
+        """``all_or_nothing``: if one block fails, the load does."""
+        self._shapes = shapes
+        self._all_or_nothing = all_or_nothing
+        self.under_way: dict[str, PendingLoad] = {}
+        """By request."""
+        self._new: list[LoadSpec] = []
+
+    def begin(self, record: Record, num_tokens: int, usable: Live[Target] | None) -> None:
+        """Begins the load of the hit that a request was told of last. The hit is void unless its
+        session is ``usable``.
+        """
+        lookup = record.take_lookup()
+        load = plan_load(
+            record.request.request_id,
+            self._shapes,
+            record.tables,
+            lookup,
+            num_tokens,
+            is_usable=lookup is not None and lookup.live is usable,
+            all_or_nothing=self._all_or_nothing,
+        )
+        self.under_way[load.spec.request_id] = load
+        self._new.append(load.spec)
+
+    def take_new(self) -> list[LoadSpec]:
+        """Loads that the workers do not know of yet."""
+        new, self._new = self._new, []
+        return new
+
+    def note_failures(
+        self, block_ids: set[int], request_ids: Iterable[str], block_tokens: int
+    ) -> None:
+        """Some worker could not fill these blocks, or could not load for these requests."""
+        if block_ids:
+            for load in self.under_way.values():
+                load.note_failed_blocks(block_ids, block_tokens)
+        for request_id in request_ids:
+            if (failed := self.under_way.get(request_id)) is not None:
+                failed.note_failure()
+
+    def end(self, request_id: str) -> PendingLoad | None:
+        """All workers are done with the load of a request: the load, if it is known."""
+        load = self.under_way.pop(request_id, None)
+        if load is not None and load.lookup is not None:
+            # The workers freed their own locks; this is for those that could not.
+            load.lookup.close()
+        return load

@@ -11,35 +11,39 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvdock import Session
 from kvdock.errors import DeviceMemory, PoolUnmappable
 from kvdock.types import ChunkStatus, TransferMode
-from kvdock_vllm.copier import CopyStoppedError
-from kvdock_vllm.device_memory import (
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.device.memory import (
     ExportedGroup,
     ExportedMemory,
     NotExportableError,
     ReadyEvents,
     export_memory,
 )
-from kvdock_vllm.groups import GroupShape
-from kvdock_vllm.layout import GroupLayout
-from kvdock_vllm.parallel import ParallelStrategy
-from kvdock_vllm.transfers.base import Copies, CountWorkers, Mark, Reading, Stop, Transfers
-from kvdock_vllm.transfers.device_mover import DeviceMover
-from kvdock_vllm.transfers.fence import Fence
-from kvdock_vllm.transfers.server import ServerCopies
-from kvdock_vllm.transfers.shared import SharedTransfers
-
-if TYPE_CHECKING:
-    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
+from kvdock_vllm.engine.device.mover import DeviceMover
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
+from kvdock_vllm.engine.transfers.base import (
+    ChunkTransfers,
+    CopyRequest,
+    CountWorkers,
+    Mark,
+    Transfers,
+)
+from kvdock_vllm.engine.transfers.fence import Fence
+from kvdock_vllm.engine.transfers.server import ServerChunkTransfers
+from kvdock_vllm.engine.transfers.shared import SharedTransfers
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ class _Choice:
     """How a session's bytes move."""
 
     namespace: str
-    copies: Copies | None
+    transfers: ChunkTransfers | None
     """None: not at all."""
 
 
@@ -74,7 +78,7 @@ class DeviceTransfers(Transfers):
         self._wanted = wanted
         self._count_workers = count_workers
         self._fence = Fence()
-        self._server = ServerCopies(strategy, self._fence)
+        self._server = ServerChunkTransfers(strategy, self._fence)
         self._shared = SharedTransfers(
             DeviceMover(layouts, device), layouts, shapes, strategy, count_workers
         )
@@ -94,11 +98,11 @@ class DeviceTransfers(Transfers):
         """Nothing can be done before the namespace is known."""
 
     def expect(self, session: Session, target: Target) -> None:
-        self._copies(session, target)
+        self._transfers_of(session, target)
 
     def mark(self) -> Mark:
         if self._events is not None:
-            event, handle = self._events.record_event()
+            event, handle = self._events.record()
             return Mark(event.query, handle)
         if self._device.type != "cuda":
             return Mark()  # nothing is ever queued
@@ -107,44 +111,20 @@ class DeviceTransfers(Transfers):
         event.record()
         return Mark(event.query)
 
-    def load(
-        self,
-        session: Session,
-        target: Target,
-        lease_id: int,
-        group: GroupLoad,
-        ready: Mark,
-        stop: Stop,
-    ) -> list[bool]:
-        copies = self._copies(session, target)
-        try:
-            return copies.load(session, target, lease_id, group, ready, stop)
-        except DeviceMemory:
-            self._choose_again(session, copies)
-            raise
+    def load(self, request: CopyRequest[GroupLoad]) -> list[bool]:
+        with self._chosen(request.session, request.target) as transfers:
+            return transfers.load(request)
 
-    def store(
-        self,
-        session: Session,
-        target: Target,
-        group: GroupStore,
-        ready: Mark,
-        stop: Stop,
-        reading: Reading = nullcontext,
-    ) -> list[ChunkStatus]:
-        copies = self._copies(session, target)
-        try:
-            return copies.store(session, target, group, ready, stop, reading)
-        except DeviceMemory:
-            self._choose_again(session, copies)
-            raise
+    def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
+        with self._chosen(request.session, request.target) as transfers:
+            return transfers.store(request)
 
     def wait_for_end(self, session: Session) -> None:
         with self._lock:
             self._over.add(session)
             self._end(session)
 
-    def _copies(self, session: Session, target: Target) -> Copies:
+    def _transfers_of(self, session: Session, target: Target) -> ChunkTransfers:
         """What moves the session's bytes. Raises KVDockError; CopyStoppedError if nothing does."""
         with self._lock:
             if session in self._over:
@@ -154,29 +134,38 @@ class DeviceTransfers(Transfers):
                 self._end(session)
                 choice = _Choice(target.namespace, self._choose(session, target))
                 self._choices[session] = choice
-            if choice.copies is None:
+            if choice.transfers is None:
                 raise CopyStoppedError
-            return choice.copies
+            return choice.transfers
 
-    def _choose_again(self, session: Session, refused: Copies) -> None:
-        """The server can use the memory no more. What comes next finds out what is left."""
-        with self._lock:
-            choice = self._choices.get(session)
-            if choice is not None and choice.copies is refused:
-                self._end(session)
+    @contextmanager
+    def _chosen(self, session: Session, target: Target) -> Iterator[ChunkTransfers]:
+        """What moves the session's bytes, as :meth:`_transfers_of`.
+
+        If the server can use the memory no more, what comes next finds out what is left.
+        """
+        transfers = self._transfers_of(session, target)
+        try:
+            yield transfers
+        except DeviceMemory:
+            with self._lock:
+                choice = self._choices.get(session)
+                if choice is not None and choice.transfers is transfers:
+                    self._end(session)
+            raise
 
     def _end(self, session: Session) -> None:
         """Ends what was chosen for the session, if anything was."""
         choice = self._choices.pop(session, None)
         if choice is None:
             return
-        if choice.copies is self._shared:
+        if choice.transfers is self._shared:
             self._shared.wait_for_end(session)
-        elif choice.copies is self._server:
+        elif choice.transfers is self._server:
             # The server lets go of the memory when the session's stream ends.
             self._count_workers(TransferMode.SERVER, -1)
 
-    def _choose(self, session: Session, target: Target) -> Copies | None:
+    def _choose(self, session: Session, target: Target) -> ChunkTransfers | None:
         """Hands the memory to the server, or agrees with it on shared mode; None if neither can be.
 
         Says which and why, in the log.
@@ -227,6 +216,6 @@ class DeviceTransfers(Transfers):
             return nothing, str(error)
 
     @staticmethod
-    def _no_way(reason: str) -> Copies | None:
+    def _no_way(reason: str) -> ChunkTransfers | None:
         _log.warning("KVDock does not cache for this worker: %s", reason)
         return None

@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvdock_vllm.layout import GroupLayout, Region
+from kvdock_vllm.engine.layout import GroupLayout, Region
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Bytes = npt.NDArray[np.uint8]
+
+Stop = Callable[[], bool]
+"""A copy is given up when this is true."""
 
 # A copy that was given up goes on to the end of its piece: a fraction of a millisecond.
 _PIECE_BYTES = 2 << 20
@@ -80,14 +83,14 @@ class CopyStoppedError(Exception):
     """A copy was given up before its end."""
 
 
-class Part(NamedTuple):
+class HostBlocks(NamedTuple):
     """Blocks, and the bytes on the host that are theirs, one block after the other."""
 
     block_ids: Sequence[int]
     host: Bytes
 
 
-def check_part(part: Part, layout: GroupLayout) -> None:
+def check_blocks(part: HostBlocks, layout: GroupLayout) -> None:
     """Raises ValueError if a block does not exist or the host's bytes are not as many."""
     block_ids, nbytes = part.block_ids, len(part.block_ids) * layout.block_bytes
     if len(part.host) != nbytes:
@@ -111,7 +114,7 @@ class Copier:
             (stack, _blocks_view(stack, layout.num_blocks)) for stack in stacks(layout.regions)
         ]
 
-    def gather(self, parts: Sequence[Part], stop: Callable[[], bool]) -> None:
+    def gather(self, parts: Sequence[HostBlocks], stop: Stop) -> None:
         """Copies blocks to the host.
 
         Raises CopyStoppedError as soon as ``stop()`` is true, ValueError if a block does not exist
@@ -121,18 +124,16 @@ class Copier:
             np.copyto(host, blocks)
             os.sched_yield()
 
-    def scatter(self, parts: Sequence[Part], stop: Callable[[], bool]) -> None:
+    def scatter(self, parts: Sequence[HostBlocks], stop: Stop) -> None:
         """The way back. Arguments and errors are those of :meth:`gather`."""
         for blocks, host in self._pieces(parts, stop):
             np.copyto(blocks, host)
             os.sched_yield()
 
-    def _pieces(
-        self, parts: Sequence[Part], stop: Callable[[], bool]
-    ) -> Iterator[tuple[Bytes, Bytes]]:
+    def _pieces(self, parts: Sequence[HostBlocks], stop: Stop) -> Iterator[tuple[Bytes, Bytes]]:
         """Views of equal shape (blocks, regions, bytes): in the engine, and on the host."""
         for part in parts:
-            check_part(part, self._layout)
+            check_blocks(part, self._layout)
             rows = part.host.reshape(len(part.block_ids), self._layout.block_bytes)
             for index, block_id, count in runs(part.block_ids, self._longest_run):
                 if stop():

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvdock_vllm import affinity
-from kvdock_vllm.cuda import CudaError, Driver
+from kvdock_vllm.engine import affinity
+from kvdock_vllm.engine.device.cuda_driver import CudaError, Driver
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,8 +15,8 @@ from concurrent.futures import CancelledError, Future, wait
 
 from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.v1 import cache_pb2
-from kvdock_vllm.link import Live
-from kvdock_vllm.metadata import GroupLoad, Target
+from kvdock_vllm.engine.link import Live
+from kvdock_vllm.engine.specs import GroupLoad, Target
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Lookup:
         )
 
     def close(self) -> None:
-        """Gives back everything."""
+        """Gives back every lock that is still held."""
         if self.state is State.ASKED and not self._future.cancel():
             self.poll()
         if self.lease_id:

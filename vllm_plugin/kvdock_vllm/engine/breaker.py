@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvdock.v1 import session_pb2
-from kvdock_vllm.link import Link
+from kvdock_vllm.engine.link import Link
 
 
 class Breaker:

@@ -10,21 +10,20 @@ import torch
 
 from kvdock import Session
 from kvdock.types import Location
-from kvdock_vllm.copier import Part
-from kvdock_vllm.device_copier import STAGING_BYTES, DeviceCopier, Lane
-from kvdock_vllm.layout import GroupLayout
-from kvdock_vllm.pinning import PinnedMemory
-from kvdock_vllm.transfers.base import Stop
-from kvdock_vllm.transfers.shared import Mover
+from kvdock_vllm.engine.copier import HostBlocks, Stop
+from kvdock_vllm.engine.device.pinning import PinnedMemory
+from kvdock_vllm.engine.device.staged_copier import STAGING_BYTES, DeviceCopier, Staging
+from kvdock_vllm.engine.layout import GroupLayout
+from kvdock_vllm.engine.transfers.shared import Mover
 
 
 @dataclass(frozen=True, slots=True)
 class _Copiers:
-    """Stores never make a load wait: each direction has a lane of its own."""
+    """Stores never make a load wait: each direction has buffers of its own."""
 
     groups: list[DeviceCopier]
-    stores: Lane
-    loads: Lane
+    stores: Staging
+    loads: Staging
 
 
 class DeviceMover(Mover):
@@ -58,17 +57,17 @@ class DeviceMover(Mover):
         with self._lock:
             self._pinned.pop(session).close()
 
-    def gather(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def gather(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         assert self._copiers is not None, "gather before open"
         self._copiers.groups[position].gather(parts, self._copiers.stores, stop)
 
-    def scatter(self, position: int, parts: Sequence[Part], stop: Stop) -> None:
+    def scatter(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         assert self._copiers is not None, "scatter before open"
         self._copiers.groups[position].scatter(parts, self._copiers.loads, stop)
 
     def _make_copiers(self) -> _Copiers:
         return _Copiers(
             [DeviceCopier(layout, self._device, self._staging_bytes) for layout in self._layouts],
-            stores=Lane(self._device, self._staging_bytes),
-            loads=Lane(self._device, self._staging_bytes),
+            stores=Staging(self._device, self._staging_bytes),
+            loads=Staging(self._device, self._staging_bytes),
         )

@@ -12,19 +12,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Generic, TypeVar
 
 from kvdock import Session
 from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.types import ChunkStatus, TransferMode
-
-if TYPE_CHECKING:
-    from kvdock_vllm.metadata import GroupLoad, GroupStore, Target
+from kvdock_vllm.engine.copier import Stop
+from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 
 T = TypeVar("T")
-Stop = Callable[[], bool]
+GroupSpec = TypeVar("GroupSpec", GroupLoad, GroupStore)
 Reading = Callable[[], AbstractContextManager[None]]
-"""Entered while a store reads the engine's blocks. Raises CopyStoppedError where it must not."""
+"""Entered while a store reads the engine's blocks. Raises CopyStoppedError if it must not read."""
 CountWorkers = Callable[[TransferMode, int], None]
 """Told a mode with 1 when a session begins to use it, and with -1 when that session is over."""
 
@@ -54,42 +53,41 @@ class Mark:
     """64-byte CUDA IPC handle of an event that says so, for the server."""
 
 
-class Copies(ABC):
+@dataclass(frozen=True, slots=True)
+class CopyRequest(Generic[GroupSpec]):
+    """What is to be copied of one group, in which session, and when."""
+
+    session: Session
+    target: Target
+    group: GroupSpec
+    ready: Mark
+    """What the engine had queued before."""
+    stop: Stop
+    """The copy is to be given up when this answers true."""
+    reading: Reading = nullcontext
+    """A store reads the engine's blocks only within this."""
+
+
+class ChunkTransfers(ABC):
     """Moves the chunks of loads and stores, of one group at a time."""
 
     @abstractmethod
-    def load(
-        self,
-        session: Session,
-        target: Target,
-        lease_id: int,
-        group: GroupLoad,
-        ready: Mark,
-        stop: Stop,
-    ) -> list[bool]:
+    def load(self, request: CopyRequest[GroupLoad]) -> list[bool]:
         """Fills blocks; for each chunk whether its blocks are filled. Frees the reader's locks.
 
-        Raises KVDockError, UnansweredError among them, or CopyStoppedError when ``stop()`` is true.
+        Raises KVDockError, UnansweredError among them, or CopyStoppedError when it has to stop.
         """
 
     @abstractmethod
-    def store(
-        self,
-        session: Session,
-        target: Target,
-        group: GroupStore,
-        ready: Mark,
-        stop: Stop,
-        reading: Reading = nullcontext,
-    ) -> list[ChunkStatus]:
-        """Stores chunks; what became of each. Reads their blocks only within ``reading()``.
+    def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
+        """Stores chunks; what became of each.
 
-        Raises KVDockError, or CopyStoppedError when ``stop()`` is true; then nothing of it becomes
+        Raises KVDockError, or CopyStoppedError when it has to stop; then nothing of it becomes
         visible that was not copied before.
         """
 
 
-class Transfers(Copies):
+class Transfers(ChunkTransfers):
     """Copies for the sessions of a worker."""
 
     @abstractmethod

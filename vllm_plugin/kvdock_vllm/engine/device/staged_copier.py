@@ -25,9 +25,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvdock_vllm.copier import CopyStoppedError, Part, Stack, check_part, runs, stacks
-from kvdock_vllm.layout import GroupLayout
-from kvdock_vllm.pinning import cut
+from kvdock_vllm.engine.copier import (
+    CopyStoppedError,
+    HostBlocks,
+    Stack,
+    Stop,
+    check_blocks,
+    runs,
+    stacks,
+)
+from kvdock_vllm.engine.device.pinning import cut
+from kvdock_vllm.engine.layout import GroupLayout
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -44,18 +52,18 @@ Piece = Callable[[torch.Tensor], None]
 _ELEMENTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class Lane:
+class Staging:
     """Two staging buffers and their streams, for copies in one direction. Thread-safe."""
 
     def __init__(self, device: torch.device, staging_bytes: int) -> None:
         self._device = device
         _use(device)
-        make_slot = _CudaSlot if device.type == "cuda" else _Slot
-        self._slots = [make_slot(device, staging_bytes) for _ in range(2)]
+        make_buffer = _CudaBuffer if device.type == "cuda" else _Buffer
+        self._buffers = [make_buffer(device, staging_bytes) for _ in range(2)]
         self._turn = 0
         self._lock = threading.Lock()
 
-    def run(self, pieces: Iterable[Piece], stop: Callable[[], bool]) -> None:
+    def run(self, pieces: Iterable[Piece], stop: Stop) -> None:
         """Runs pieces. When this returns or raises, none of them is under way any more.
 
         Raises CopyStoppedError as soon as ``stop()`` is true, and what a piece raises.
@@ -66,13 +74,13 @@ class Lane:
                 if stop():
                     raise CopyStoppedError
                 with self._lock:
-                    slot = self._slots[self._turn]
+                    buffer = self._buffers[self._turn]
                     self._turn = 1 - self._turn
-                    slot.wait()
-                    slot.run(piece)
+                    buffer.wait()
+                    buffer.run(piece)
         finally:
-            for slot in self._slots:
-                slot.wait()
+            for buffer in self._buffers:
+                buffer.wait()
 
 
 def _use(device: torch.device) -> None:
@@ -84,7 +92,7 @@ def _use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-class _Slot:
+class _Buffer:
     """A staging buffer. On a CPU a copy has ended when the call returns."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -97,7 +105,7 @@ class _Slot:
         """Waits for the end of what was run last."""
 
 
-class _CudaSlot(_Slot):
+class _CudaBuffer(_Buffer):
     def __init__(self, device: torch.device, nbytes: int) -> None:
         cuda: Any = torch.cuda  # signatures without types
         # CUDA has no lower priority than 0, which is also that of the engine's stream.
@@ -150,7 +158,7 @@ class DeviceCopier:
         staging_bytes: int,
         direct_bytes: int = DIRECT_BYTES,
     ) -> None:
-        """``staging_bytes`` is what a lane's buffer has; at least one block."""
+        """``staging_bytes`` is what a staging buffer has; at least one block."""
         self._layout = layout
         self._device = device
         self._rows_a_piece = staging_bytes // layout.block_bytes
@@ -159,24 +167,24 @@ class DeviceCopier:
         self._stacks = [_stack_view(stack, layout, device) for stack in found]
         self._whole = _whole_blocks(found, layout, device)
 
-    def gather(self, parts: Sequence[Part], lane: Lane, stop: Callable[[], bool]) -> None:
+    def gather(self, parts: Sequence[HostBlocks], staging: Staging, stop: Stop) -> None:
         """Copies blocks to the host, and returns when all of them are there.
 
         Raises CopyStoppedError as soon as ``stop()`` is true, ValueError if a block does not exist
         or the host's bytes are not as many. No copy is under way any more then either.
         """
-        lane.run((partial(self._move, piece, True) for piece in self._pieces(parts)), stop)
+        staging.run((partial(self._move, piece, True) for piece in self._pieces(parts)), stop)
 
-    def scatter(self, parts: Sequence[Part], lane: Lane, stop: Callable[[], bool]) -> None:
+    def scatter(self, parts: Sequence[HostBlocks], staging: Staging, stop: Stop) -> None:
         """The way back. Arguments and errors are those of :meth:`gather`."""
-        lane.run((partial(self._move, piece, False) for piece in self._pieces(parts)), stop)
+        staging.run((partial(self._move, piece, False) for piece in self._pieces(parts)), stop)
 
-    def _pieces(self, parts: Sequence[Part]) -> Iterator[list[_Rows]]:
+    def _pieces(self, parts: Sequence[HostBlocks]) -> Iterator[list[_Rows]]:
         """Cuts the parts, and joins them, to pieces of a staging buffer."""
         piece: list[_Rows] = []
         room = self._rows_a_piece
         for part in parts:
-            check_part(part, self._layout)
+            check_blocks(part, self._layout)
             ids = np.array(part.block_ids, dtype=np.int64)
             host = torch.from_numpy(part.host).view(-1, self._layout.block_bytes)
             while len(ids):
@@ -189,7 +197,7 @@ class DeviceCopier:
         if piece:
             yield piece
 
-    def _move(self, piece: list[_Rows], to_host: bool, staging: torch.Tensor) -> None:
+    def _move(self, piece: list[_Rows], to_host: bool, buffer: torch.Tensor) -> None:
         copies = self._direct_copies(piece)
         if copies is not None:
             for blocks, host in copies:
@@ -197,7 +205,7 @@ class DeviceCopier:
             return
         counts = [len(rows.ids) for rows in piece]
         block_bytes = self._layout.block_bytes
-        staged = staging[: sum(counts) * block_bytes].view(-1, block_bytes)
+        staged = buffer[: sum(counts) * block_bytes].view(-1, block_bytes)
         index = torch.from_numpy(np.concatenate([rows.ids for rows in piece]))
         index = index.to(self._device, non_blocking=True)
         if to_host:

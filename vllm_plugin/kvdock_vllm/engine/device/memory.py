@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvdock.types import BlockRegion, DeviceAllocation, GroupMemory
-from kvdock_vllm.cuda import CudaError, Driver
-from kvdock_vllm.layout import GroupLayout
+from kvdock_vllm.engine.device.cuda_driver import CudaError, Driver
+from kvdock_vllm.engine.layout import GroupLayout
 
 
 class NotExportableError(Exception):
@@ -105,16 +105,9 @@ class ReadyEvents:
             self._handles = [bytes(event.ipc_handle()) for event in self._events]
         self._next = 0
 
-    def record(self, stream: torch.cuda.Stream | None = None) -> bytes:
-        """Mark what the stream (None: the current one) has queued so far; the 64-byte handle."""
-        _, handle = self.record_event(stream)
-        return handle
-
-    def record_event(
-        self, stream: torch.cuda.Stream | None = None
-    ) -> tuple[torch.cuda.Event, bytes]:
-        """As :meth:`record`; also the event itself, for this process."""
+    def record(self) -> tuple[torch.cuda.Event, bytes]:
+        """Marks what the current stream has queued so far: the event, and its 64-byte handle."""
         index = self._next
         self._next = (index + 1) % len(self._events)
-        self._events[index].record(stream)
+        self._events[index].record()
         return self._events[index], self._handles[index]

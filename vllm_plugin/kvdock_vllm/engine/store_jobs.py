@@ -1,0 +1,212 @@
+"""Stores of a worker: they read the engine's blocks on a background thread.
+
+A store that fails tells the first chunk that was not stored, which is offered again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from kvdock.types import ChunkStatus, GroupKind
+from kvdock_vllm.engine.block_readers import BlockReader, BlockReaders
+from kvdock_vllm.engine.copier import CopyStoppedError
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.jobs import Job, Outcomes, background_threads
+from kvdock_vllm.engine.specs import GroupStore, StoreOutcome, StoreSpec
+from kvdock_vllm.engine.transfers.base import CopyRequest
+from kvdock_vllm.engine.worker_link import WorkerLink
+
+_log = logging.getLogger(__name__)
+
+# One, so that a chunk is always offered after the one it extends.
+_THREADS = 1
+
+# How long stores of blocks that are given away may wait for their turn, how long these may be read
+# to the end, and how long it takes at most until a copy that was told to stop has stopped.
+_TURN_SECONDS = 0.25
+_FLUSH_SECONDS = 2.0
+_STOP_SECONDS = 5.0
+_SHUTDOWN_SECONDS = 5.0
+
+
+class StoreJob(Job):
+    """The store of what became complete of one request."""
+
+    verb = "store"
+
+    def __init__(self, spec: StoreSpec, link: WorkerLink, readers: BlockReaders) -> None:
+        super().__init__(spec.request_id, link)
+        self.spec = spec
+        self.reader = BlockReader()
+        self._readers = readers
+        self._refused_from: int | None = spec.first_chunk
+
+    def run(self) -> None:
+        self._readers.begin(self.reader)
+        super().run()
+
+    def end(self) -> None:
+        super().end()
+        self._readers.end(self.reader)
+
+    def report(self, outcomes: Outcomes) -> None:
+        outcomes.count(self._counts)
+        outcomes.stores[self.spec.job_id] = StoreOutcome(1, self._refused_from)
+
+    def _work(self) -> None:
+        began = time.monotonic()
+        if self.reader.given_up:
+            raise CopyStoppedError
+        link = self._link
+        session = link.session(self.spec.target)
+        refused: list[int] = []
+        seconds = 0.0
+        for group in self.spec.groups:
+            statuses = link.transfers.store(
+                CopyRequest(
+                    session,
+                    self.spec.target,
+                    group,
+                    self._ready,
+                    lambda: self.reader.given_up or link.must_stop(session),
+                    lambda: self._readers.reading(self.reader),
+                )
+            )
+            refused += _refused_from(group, link.shapes[group.position], statuses)
+            stored = statuses.count(ChunkStatus.STORED)
+            existing = statuses.count(ChunkStatus.EXISTS)
+            in_part = len(group.block_ids) // len(group.keys)
+            block_bytes = link.layouts[group.position].block_bytes
+            self._counts["stored_chunks"] += stored
+            self._counts["stored_bytes"] += stored * in_part * block_bytes
+            self._counts["existing_chunks"] += existing
+            self._counts["refused_chunks"] += len(statuses) - stored - existing
+            if stored:
+                seconds = time.monotonic() - began
+        self._refused_from = min(refused, default=None)
+        self._counts["store_seconds"] += seconds
+
+
+class StoreJobs:
+    """The stores of one worker that are under way. Used by the engine's thread."""
+
+    def __init__(self, link: WorkerLink) -> None:
+        self._link = link
+        self._threads = background_threads("kvdock-store", _THREADS)
+        self._readers = BlockReaders()
+        self._noted: list[StoreJob] = []
+        self._open: dict[str, set[StoreJob]] = defaultdict(set)
+        """By request, the stores that were not reported yet."""
+        self._held: set[str] = set()
+        """Finished requests whose blocks the engine holds until nobody reads them."""
+
+    @property
+    def under_way(self) -> list[StoreJob]:
+        """Stores that were not reported yet."""
+        return [job for jobs in self._open.values() for job in jobs]
+
+    def note(self, spec: StoreSpec) -> None:
+        """Notes a store whose blocks are being computed."""
+        job = StoreJob(spec, self._link, self._readers)
+        self._open[spec.request_id].add(job)
+        self._noted.append(job)
+
+    def begin(self) -> None:
+        """Hands the stores noted so far to the background. Their blocks must have been computed."""
+        for job in self._noted:
+            job.begin(self._threads)
+        self._noted.clear()
+
+    def hold(self, request_ids: Iterable[str]) -> None:
+        """The engine holds the blocks of these requests."""
+        self._held.update(request_ids)
+
+    def take_read(self) -> set[str]:
+        """Requests whose blocks are held and read no more, each once."""
+        read = {
+            name
+            for name in self._held
+            if all(job.reader.has_let_go for job in self._open.get(name, ()))
+        }
+        self._held -= read
+        return read
+
+    def free_held(self) -> None:
+        """Gives up what finished requests still store, if the server keeps it waiting."""
+        if self._held and self._readers.is_late:
+            for name in self._held:
+                for job in self._open.get(name, ()):
+                    self._give_up(job)
+
+    def make_way(self, job_ids: Iterable[int]) -> None:
+        """Ends the stores that read blocks into which others are about to write.
+
+        What does not begin in a moment is given up. The rest may finish if that does not take long;
+        else it is told to stop. A copy of which it cannot be said that it ended before is never
+        committed. Only copies are waited for: where the server keeps a store waiting, all that do
+        not copy are given up at once.
+        """
+        overwritten = set(job_ids)
+        if not overwritten:
+            return
+        jobs = [job for job in self.under_way if job.spec.job_id in overwritten]
+        if self._wait(jobs, _TURN_SECONDS):
+            return
+        for job in jobs:
+            job.withdraw()
+        if self._wait(jobs, _FLUSH_SECONDS):
+            return
+        for job in jobs:
+            self._give_up(job)
+        if not self._wait(jobs, _STOP_SECONDS):
+            _log.warning("a store of blocks given away goes on; what it copies is thrown away")
+
+    def report(self, outcomes: Outcomes) -> None:
+        """Takes over what became of the stores that have ended."""
+        for job in self.under_way:
+            if job.ended:
+                job.report(outcomes)
+                open_jobs = self._open[job.request_id]
+                open_jobs.discard(job)
+                if not open_jobs:
+                    del self._open[job.request_id]
+
+    def close(self) -> None:
+        """Lets stores finish that take a moment, and gives up the rest."""
+        self.begin()
+        jobs = self.under_way
+        if not self._wait(jobs, _SHUTDOWN_SECONDS):
+            _log.warning("not everything was stored before the engine ended")
+        self._link.stop_copies()
+        for job in jobs:
+            self._give_up(job)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, jobs: Sequence[StoreJob], seconds: float) -> bool:
+        """Whether these stores have let go of their blocks in that time."""
+        return self._readers.wait([job.reader for job in jobs], seconds)
+
+    def _give_up(self, job: StoreJob) -> None:
+        self._readers.give_up(job.reader)
+        job.withdraw()
+
+
+def _refused_from(
+    group: GroupStore, shape: GroupShape, statuses: Sequence[ChunkStatus]
+) -> list[int]:
+    """First chunk of the prompt that must be offered again, if any must."""
+    there = (ChunkStatus.STORED, ChunkStatus.EXISTS)
+    for index, status in enumerate(statuses):
+        if status not in there:
+            # A parent that was there is gone, and who knows what before it. What a window has left
+            # behind cannot be offered again.
+            lost_parent = (
+                index == 0
+                and status is ChunkStatus.PARENT_MISSING
+                and shape.kind is GroupKind.FULL_ATTENTION
+            )
+            return [0 if lost_parent else group.first_chunk + index]
+    return []

@@ -1,0 +1,121 @@
+"""Lookups of an engine: when the server is asked, and how long a step waits for its answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.engine.lookup import Lookup, State
+from kvdock_vllm.engine.parallel import ParallelStrategy
+from kvdock_vllm.engine.records import ReadScope, Record
+from kvdock_vllm.metrics import Stats
+from kvdock_vllm.scheduler_link import SchedulerLink
+
+_log = logging.getLogger(__name__)
+
+# Most keys that one Lookup may name; a longer prompt is looked up as far as that.
+_MOST_KEYS = 16_384
+
+# An engine that computes nothing may wait so long for answers in one step: that is less than the
+# empty step after which it would ask again. But not where others wait for its steps.
+_IDLE_WAIT_SECONDS = 0.002
+
+
+class Lookups:
+    """Used by the scheduler's thread."""
+
+    def __init__(
+        self,
+        link: SchedulerLink,
+        strategy: ParallelStrategy,
+        shapes: Sequence[GroupShape],
+        read_scope: ReadScope,
+        stats: Stats,
+        timeout: float,
+    ) -> None:
+        """``timeout`` in seconds. What is counted goes to ``stats``."""
+        self._link = link
+        self._readers = strategy.world_size
+        # Where a group lacks a block for a prompt's last token, that token must be computed.
+        self._tokens_left_out = any(shape.lacks_a_block_for_the_last_token for shape in shapes)
+        self._read_scope = read_scope
+        self._stats = stats
+        self._timeout = timeout
+        self._idle_wait = _IDLE_WAIT_SECONDS if strategy.steps_alone else 0.0
+        self._idle_seconds = self._idle_wait
+        """What is left of the idle wait in this step."""
+
+    def begin_step(self, has_forward: bool) -> None:
+        """A step begins, in which the engine computes or not."""
+        self._idle_seconds = 0.0 if has_forward else self._idle_wait
+
+    def ask(self, record: Record) -> None:
+        """Looks a request up, if it has whole chunks and there is a server to ask."""
+        live = self._link.usable
+        if live is None or self._link.breaker.is_open:
+            return
+        num_tokens = record.request.num_tokens - self._tokens_left_out
+        keys = record.keys(self._read_scope, num_tokens, live.prepared.chunk_tokens)
+        if self._link.relay is not None:
+            self._link.relay.know_adapter(record.request, record.adapter)
+        if keys:
+            record.lookup = Lookup(
+                live, keys[:_MOST_KEYS], readers=self._readers, timeout=self._timeout
+            )
+
+    def current(self, record: Record) -> Lookup | None:
+        """The request's lookup, asked anew if the session has changed since."""
+        if record.lookup is None or record.lookup.live is not self._link.usable:
+            record.forget_lookup()
+            self.ask(record)
+        return record.lookup
+
+    def hit_tokens(self, lookup: Lookup, num_computed_tokens: int) -> int | None:
+        """Tokens that can be had from the prompt's first on; None if the answer is awaited."""
+        # An engine that has all that could be cached does not wait to hear of it.
+        is_wanted = lookup.most_tokens > num_computed_tokens
+        self._poll(lookup, self._idle_seconds if is_wanted else 0.0)
+        if lookup.state is State.ASKED:
+            return None if is_wanted else 0
+        lookup.num_computed_tokens = num_computed_tokens
+        return lookup.hit_chunks * lookup.target.chunk_tokens
+
+    def note_answer(self, record: Record) -> None:
+        """Ends the lookup of a request that loads nothing, once it is answered."""
+        lookup = record.lookup
+        if lookup is None:
+            return
+        self._poll(lookup)
+        if lookup.state is not State.ASKED:
+            record.take_lookup()
+            lookup.close()
+
+    def _poll(self, lookup: Lookup, seconds: float = 0.0) -> None:
+        """Looks for an answer, and waits so long for it, at the cost of this step's idle time."""
+        began = time.monotonic()
+        if lookup.poll(seconds):
+            self._count(lookup)
+        if seconds > 0:
+            self._idle_seconds -= time.monotonic() - began
+
+    def _count(self, lookup: Lookup) -> None:
+        """Notes how a lookup ended."""
+        if lookup.state is State.ANSWERED:
+            self._stats.add("lookups")
+            self._stats.add("hit_tokens", lookup.hit_chunks * lookup.target.chunk_tokens)
+            if self._link.breaker.succeeded():
+                _log.warning("the KVDock server answers again")
+        elif lookup.state is State.TIMED_OUT:
+            self._stats.add("lookup_timeouts")
+            if self._link.breaker.failed(lookup.asked_at):
+                _log.warning(
+                    "the KVDock server did not answer a lookup within %g s: requests are served "
+                    "without cache until it does (kvdock.lookup_timeout_ms)",
+                    self._timeout,
+                )
+        else:
+            self._stats.add("lookup_errors")
+            level = logging.WARNING if lookup.live.session.alive else logging.DEBUG
+            _log.log(level, "a lookup failed, so its request gets no cache: %s", lookup.error)
