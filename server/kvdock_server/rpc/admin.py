@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from itertools import islice
 
 from kvdock.v1 import admin_pb2 as pb
 from kvdock.v1 import admin_pb2_grpc, session_pb2
@@ -16,9 +17,14 @@ from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.status import Context, streaming, unary
 from kvdock_server.rpc.verbs import namespace_to_proto
+from kvdock_server.sessions import Session
 from kvdock_server.transfer import GpuTransfers
 
 _PARTS_A_MESSAGE = 1_000
+
+# With the longest names and reasons they take 3 MiB, and a message 4 at most.
+_MOST_SESSIONS = 1_000
+_MOST_REASON_CHARACTERS = 1_000
 
 # Some 10 ms, after which others are served.
 _EVICTIONS_AT_ONCE = 1_000
@@ -68,21 +74,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 pending_parts=core.index.pending_parts,
             ),
             sessions=[
-                pb.SessionStatus(
-                    session_id=session.session_id,
-                    engine_id=session.engine_id,
-                    role=session_pb2.SessionRole.ValueType(session.role.value),
-                    worker_id=session.worker_id,
-                    kv_worker_id=session.kv_worker_id,
-                    client=session.client,
-                    leases=leases_of.get(session.session_id, 0),
-                    reserved_chunks=session.reserved_chunks,
-                    mode=types.TransferMode.ValueType(session.mode.value),
-                    mode_reason=session.mode_reason,
-                    expired=session.expired,
-                )
-                for session in core.sessions
+                _session_status(session, leases_of.get(session.session_id, 0))
+                for session in islice(core.sessions, _MOST_SESSIONS)
             ],
+            sessions_total=len(core.sessions),
             counters=pb.Counters(
                 lookups=counters.lookups,
                 lookup_chunks=counters.lookup_chunks,
@@ -151,6 +146,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             response.bytes += nbytes
             await asyncio.sleep(0)
         return response
+
+
+def _session_status(session: Session, leases: int) -> pb.SessionStatus:
+    return pb.SessionStatus(
+        session_id=session.session_id,
+        engine_id=session.engine_id,
+        role=session_pb2.SessionRole.ValueType(session.role.value),
+        worker_id=session.worker_id,
+        kv_worker_id=session.kv_worker_id,
+        client=session.client,
+        leases=leases,
+        reserved_chunks=session.reserved_chunks,
+        mode=types.TransferMode.ValueType(session.mode.value),
+        mode_reason=session.mode_reason[:_MOST_REASON_CHARACTERS],
+        expired=session.expired,
+    )
 
 
 def _part_status(space: NamespaceIndex[Chunk], part: Part) -> pb.PartStatus:
