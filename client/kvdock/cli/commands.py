@@ -89,6 +89,10 @@ def status(arguments: argparse.Namespace) -> int:
                 for session in answer.sessions
             ],
         )
+    if answer.sessions_total > len(answer.sessions):
+        print(
+            f"The oldest {len(answer.sessions):,} of {answer.sessions_total:,} sessions are shown."
+        )
     return 0
 
 

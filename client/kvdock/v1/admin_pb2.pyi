@@ -49,6 +49,7 @@ class StatusResponse(google.protobuf.message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    SESSIONS_TOTAL_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     version: builtins.str
@@ -61,6 +62,8 @@ class StatusResponse(google.protobuf.message.Message):
     """Chunk size that engines of this host should use, in tokens."""
     draining: builtins.bool
     """True once the server takes nothing new."""
+    sessions_total: builtins.int
+    """How many sessions are open."""
     @property
     def pool(self) -> Global___PoolStatus:
         """The pool."""
@@ -71,7 +74,7 @@ class StatusResponse(google.protobuf.message.Message):
 
     @property
     def sessions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionStatus]:
-        """Open sessions."""
+        """Open sessions, the oldest 1,000 of them at most: sessions_total says whether these are all."""
 
     @property
     def counters(self) -> Global___Counters:
@@ -95,9 +98,10 @@ class StatusResponse(google.protobuf.message.Message):
         chunk_tokens: builtins.int = ...,
         segments: collections.abc.Iterable[kvdock.v1.types_pb2.Segment] | None = ...,
         draining: builtins.bool = ...,
+        sessions_total: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters", "index", b"index", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "index", b"index", "pid", b"pid", "pool", b"pool", "segments", b"segments", "sessions", b"sessions", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "index", b"index", "pid", b"pid", "pool", b"pool", "segments", b"segments", "sessions", b"sessions", "sessions_total", b"sessions_total", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
 
 Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
 
@@ -219,7 +223,7 @@ class SessionStatus(google.protobuf.message.Message):
     kv_worker_id: builtins.int
     """As in OpenRequest."""
     mode_reason: builtins.str
-    """Why this mode."""
+    """Why this mode. At most 1,000 characters."""
     def __init__(
         self,
         *,

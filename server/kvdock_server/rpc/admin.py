@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
+from itertools import islice
 
 from kvdock.v1 import admin_pb2 as pb
 from kvdock.v1 import admin_pb2_grpc, session_pb2
@@ -18,9 +19,14 @@ from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.status import Context, streaming, unary
 from kvdock_server.rpc.turns import in_turns
 from kvdock_server.rpc.verbs import namespace_to_proto
+from kvdock_server.sessions import Session
 from kvdock_server.transfer import GpuTransfers
 
 _PARTS_A_MESSAGE = 250
+
+# With the longest names and reasons they take 3 MiB, and a message 4 at most.
+_MOST_SESSIONS = 1_000
+_MOST_REASON_CHARACTERS = 1_000
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -62,21 +68,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 pending_parts=core.index.pending_parts,
             ),
             sessions=[
-                pb.SessionStatus(
-                    session_id=session.session_id,
-                    engine_id=session.engine_id,
-                    role=session_pb2.SessionRole.ValueType(session.role.value),
-                    worker_id=session.worker_id,
-                    kv_worker_id=session.kv_worker_id,
-                    client=session.client,
-                    leases=core.leases.count_of_owner(session.session_id),
-                    reserved_chunks=session.reserved_chunks,
-                    mode=types.TransferMode.ValueType(session.mode.value),
-                    mode_reason=session.mode_reason,
-                    expired=session.expired,
-                )
-                for session in core.sessions
+                _session_status(session, core.leases.count_of_owner(session.session_id))
+                for session in islice(core.sessions, _MOST_SESSIONS)
             ],
+            sessions_total=len(core.sessions),
             counters=pb.Counters(
                 lookups=counters.lookups,
                 lookup_chunks=counters.lookup_chunks,
@@ -142,6 +137,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         wanted = request.bytes or index.sealed_bytes
         parts, nbytes = await in_turns(index.evict_in_steps(wanted))
         return pb.EvictResponse(parts=parts, bytes=nbytes)
+
+
+def _session_status(session: Session, leases: int) -> pb.SessionStatus:
+    return pb.SessionStatus(
+        session_id=session.session_id,
+        engine_id=session.engine_id,
+        role=session_pb2.SessionRole.ValueType(session.role.value),
+        worker_id=session.worker_id,
+        kv_worker_id=session.kv_worker_id,
+        client=session.client,
+        leases=leases,
+        reserved_chunks=session.reserved_chunks,
+        mode=types.TransferMode.ValueType(session.mode.value),
+        mode_reason=session.mode_reason[:_MOST_REASON_CHARACTERS],
+        expired=session.expired,
+    )
 
 
 def _part_status(space: NamespaceIndex[Chunk], part: Part) -> pb.PartStatus:

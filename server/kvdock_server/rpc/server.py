@@ -42,8 +42,10 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Two servers on one TCP port would share its clients at random.
     ("grpc.so_reuseport", 0),
-    # Go clients and proxies ping every 10 to 30 s. This is the name that the library reads.
+    # Go clients and proxies ping every 10 to 30 s, also while they have no call under way. This is
+    # the name of the interval that the library reads.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 
