@@ -1,6 +1,7 @@
 """The KVDock server: keeps KV-cache chunks in host memory and moves them to and from engines.
 
 rpc/        servicers: proto in, domain call, proto out
+service/    what waits: stores, retrieves, device memory; no protobuf
 core.py     the verbs, over index, pool and sessions; knows no gRPC
 index/      namespaces, chunks, leases, eviction: pure, no I/O
 pool/       host memory: shared segment, slots

@@ -89,6 +89,16 @@ def test_pure_packages_know_no_grpc_and_no_proto(package: str) -> None:
     assert not wrong
 
 
+def test_service_knows_no_grpc_and_no_proto() -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files("server/kvdock_server/service")
+        for name in imports(path)
+        if name.split(".")[0] in {"grpc", "google", "kvdock"} or is_in(name, "kvdock_server.rpc")
+    ]
+    assert not wrong
+
+
 def test_transfer_knows_nothing_of_the_rest_of_the_server() -> None:
     wrong = [
         f"{path.relative_to(REPOSITORY)} imports {name}"

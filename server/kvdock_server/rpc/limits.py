@@ -35,7 +35,8 @@ class Limit(NamedTuple):
 
 _KEYS = Limit(1, MAX_KEYS)
 _EVENT_DATA = Limit(0, MAX_KEYS)
-# As many as the keys have blocks, which is compared before they are looked at (rpc/fields.py).
+# As many as the keys have blocks, which is compared before they are looked at
+# (service/block_copy.py).
 _BLOCK_IDS = Limit(0, None)
 
 MOST: dict[str, Limit] = {
@@ -62,7 +63,9 @@ MOST: dict[str, Limit] = {
 }
 
 OPAQUE = frozenset({"ChunkEventData"})
-"""Messages that are kept encoded, so that nobody looks into them but by their bytes (verbs.py)."""
+"""Messages that are kept encoded, so that nobody looks into them but by their bytes
+(conversions.py).
+"""
 
 
 def check(message: Message) -> None:

@@ -6,26 +6,19 @@ answered at once, the function that answers it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core, check_session
-from kvdock_server.errors import invalid
 from kvdock_server.index.index import ReserveStatus, Slot
-from kvdock_server.index.namespace import (
-    MAX_CHUNK_TOKENS,
-    MAX_KV_WORLD_SIZE,
-    Group,
-    GroupKind,
-    Namespace,
-)
+from kvdock_server.rpc.conversions import event_data as event_data
+from kvdock_server.rpc.conversions import group_idx as group_idx
+from kvdock_server.rpc.conversions import namespace_from_proto, retrieve_call, retrieved
+from kvdock_server.rpc.conversions import namespace_to_proto as namespace_to_proto
+from kvdock_server.service.retrieve import locate
 from kvdock_server.sessions import Mode, Session
-
-MAX_EVENT_DATA_BYTES = 1 << 20
-MAX_BLOCK_HASHES = MAX_CHUNK_TOKENS
-"""Of one chunk: one for each token."""
 
 RESERVE_STATUS = {
     ReserveStatus.RESERVED: types.CHUNK_STATUS_RESERVED,
@@ -132,28 +125,7 @@ def retrieve_shared(
     core: Core, session: Session | None, request: pb.RetrieveRequest
 ) -> pb.RetrieveResponse:
     """Retrieve for clients that copy by themselves: where the chunks lie."""
-    by_server = request.block_ids or request.skip_blocks or request.ready_event
-    if by_server or request.also_fill or request.HasField("filled_by"):
-        # Perhaps of a session that was of server mode a moment ago: nobody would copy.
-        check_session(session, Mode.SERVER)
-    located = core.locate(
-        session,
-        request.lease_id,
-        group_idx(request),
-        request.first_chunk,
-        request.end_chunk,
-        shard=request.kv_worker_id,
-        reader=request.reader,
-    )
-    core.count_retrieved([shard for shard in located if shard is not None])
-    response = pb.RetrieveResponse(epoch=core.epoch)
-    for shard in located:
-        if shard is None:
-            response.chunks.add(status=types.CHUNK_STATUS_NOT_LOCKED)
-        else:
-            location = types.Location(offset=shard.offset, length=shard.nbytes)
-            response.chunks.add(status=types.CHUNK_STATUS_RETRIEVED, location=location)
-    return response
+    return retrieved(core, locate(core, session, retrieve_call(request)))
 
 
 Verb = Callable[[Core, Session | None, Any], Any]
@@ -167,78 +139,3 @@ VERBS: dict[str, Verb] = {
     "abort": abort,
     "retrieve": retrieve_shared,
 }
-
-
-def group_idx(message: Any) -> int | None:
-    """The message's group_idx; absent and 0 are different."""
-    return message.group_idx if message.HasField("group_idx") else None
-
-
-def event_data(core: Core, request: Any) -> list[bytes]:
-    """What the request tells about its chunks, encoded; nothing if no log wants to know.
-
-    RequestError unless there is event data for every key or for none, or if it is too large.
-    """
-    given: Sequence[types.ChunkEventData] = request.event_data
-    if given and len(given) != len(request.keys):
-        raise invalid(f"{len(given)} event_data for {len(request.keys)} keys: one each, or none")
-    if core.events is None:
-        return []
-    encoded = []
-    for index, data in enumerate(given):
-        if len(data.block_hashes) > MAX_BLOCK_HASHES:
-            raise invalid(
-                f"event_data {index} with {len(data.block_hashes)} block_hashes: at most "
-                f"{MAX_BLOCK_HASHES}"
-            )
-        encoded.append(data.SerializeToString())
-        if len(encoded[-1]) > MAX_EVENT_DATA_BYTES:
-            raise invalid(f"event_data {index} of {len(encoded[-1])} bytes: at most 1 MiB")
-    return encoded
-
-
-def namespace_from_proto(message: types.Namespace) -> Namespace:
-    """The namespace, its shard_bytes spread to one number a shard."""
-    world = message.kv_world_size
-    if not 1 <= world <= MAX_KV_WORLD_SIZE:
-        raise invalid(f"kv_world_size {world}: from 1 to {MAX_KV_WORLD_SIZE}")
-    groups = []
-    for group in message.groups:
-        if group.kind not in (kind.value for kind in GroupKind):
-            raise invalid(f"kind {group.kind} of group {group_idx(group)}: name what it needs")
-        sizes = tuple(group.shard_bytes)
-        if len(sizes) == 1:
-            sizes *= world
-        if len(sizes) != world:
-            raise invalid(
-                f"{len(sizes)} shard_bytes of group {group_idx(group)}: one, or kv_world_size "
-                f"({world}) of them"
-            )
-        groups.append(Group(group_idx(group), GroupKind(group.kind), group.window_tokens, sizes))
-    return Namespace(
-        name=message.name,
-        chunk_tokens=message.chunk_tokens,
-        kv_world_size=world,
-        groups=tuple(groups),
-        labels=dict(message.labels),
-    )
-
-
-def namespace_to_proto(namespace: Namespace) -> types.Namespace:
-    """The namespace as it was registered, with one number a shard."""
-    message = types.Namespace(
-        name=namespace.name,
-        labels=dict(namespace.labels),
-        chunk_tokens=namespace.chunk_tokens,
-        kv_world_size=namespace.kv_world_size,
-    )
-    for group in namespace.groups:
-        message.groups.add(
-            group_idx=group.group_idx,
-            kind=types.GroupKind.ValueType(group.kind.value),
-            window_tokens=group.window_tokens,
-            shard_bytes=(
-                group.shard_bytes[:1] if len(set(group.shard_bytes)) == 1 else group.shard_bytes
-            ),
-        )
-    return message
