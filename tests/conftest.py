@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -13,7 +14,11 @@ from typing import Any
 
 import pytest
 
-READY = "serving at"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hold_ups import HOLD_UPS
+from loop_watchdog import LIMIT_SECONDS, HoldUp, Watchdog
+from watched_server import READY
 
 
 class ServerProcess:
@@ -25,8 +30,20 @@ class ServerProcess:
         *arguments: str,
         program: Sequence[str] = ("-m", "kvdock_server"),
         prefix: Sequence[str] = (),
+        held_up: Path | None = None,
+        limit: float = LIMIT_SECONDS,
     ) -> None:
-        """``program``: what Python runs; ``prefix``: the command that runs Python."""
+        """``program``: what Python runs; ``prefix``: the command that runs Python.
+
+        ``held_up``: a file that takes what held up its loop for longer than ``limit`` seconds.
+        """
+        if held_up is not None:
+            program = [
+                str(Path(__file__).with_name("watched_server.py")),
+                str(held_up),
+                str(limit),
+                *program,
+            ]
         self._program = program
         self._prefix = prefix
         self.socket = socket
@@ -81,21 +98,57 @@ class ServerProcess:
         return self.process.stderr.read()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for begin, (seconds, reason) in HOLD_UPS.items():
+            if item.nodeid.startswith(begin):
+                item.add_marker(pytest.mark.hold_up(seconds, reason=reason))
+
+
 @pytest.fixture
-def start_server() -> Iterator[Callable[..., ServerProcess]]:
-    """A function that starts a server with the given arguments, on a socket of its own."""
+def hold_up_limit(request: pytest.FixtureRequest) -> float:
+    """For how many seconds one callback may hold up a server's event loop in this test."""
+    marker = request.node.get_closest_marker("hold_up")
+    return marker.args[0] if marker else LIMIT_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def watched_loop(request: pytest.FixtureRequest, hold_up_limit: float) -> Iterator[None]:
+    """An async test fails if the server's code holds up its loop."""
+    if not inspect.iscoroutinefunction(getattr(request.node, "obj", None)):
+        yield
+        return
+    found: list[HoldUp] = []
+    watchdog = Watchdog(found.append, hold_up_limit, only="/kvdock_server/")
+    watchdog.start()
+    yield
+    watchdog.stop()
+    if found:
+        pytest.fail("\n".join(map(str, found)), pytrace=False)
+
+
+@pytest.fixture
+def start_server(hold_up_limit: float) -> Iterator[Callable[..., ServerProcess]]:
+    """A function that starts a server with the given arguments, on a socket of its own.
+
+    The test fails if something holds up the event loop of one of them.
+    """
     # Not tmp_path: a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
         servers: list[ServerProcess] = []
+        held_up = Path(folder) / "held-up"
 
         def start(*arguments: str, memory: str = "64MiB", **options: Any) -> ServerProcess:
             socket = Path(folder) / f"{len(servers)}.sock"
+            options = {"held_up": held_up, "limit": hold_up_limit} | options
             servers.append(ServerProcess(socket, "--memory", memory, *arguments, **options))
             return servers[-1]
 
         yield start
         for server in servers:
             server.stop()
+        if held_up.exists():
+            pytest.fail(held_up.read_text(), pytrace=False)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ each verb promises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +16,12 @@ from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.ids import new_id
-from kvdock_server.index.chunk import Part
+from kvdock_server.index.chunk import NO_SLOT, Part
 from kvdock_server.index.index import HitSpan, Index, ReserveStatus, Slot
 from kvdock_server.index.lease import Lease, LeaseTable
 from kvdock_server.pool.slots import SlotAllocator
 from kvdock_server.sessions import Mode, Reservation, Role, Session, SessionTable
+from kvdock_server.steps import Backlog, Steps, at_once
 
 KEY_BYTES = 32
 # What the recipe of keys calls the parent of a prompt's first chunk; no parent means the same.
@@ -33,6 +34,8 @@ MAX_LEASE_TTL_MS = 600_000
 
 # A part whose missing shards have no writer for so long is given up.
 _SHARDS_MISSING_SECONDS = 60.0
+
+_SHARDS_A_STEP = 64
 
 
 class Hit(NamedTuple):
@@ -83,10 +86,11 @@ class Core:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = new_id()
-        self.index = Index(slots)
+        self.backlog = Backlog()
+        self.index = Index(slots, self.backlog)
         self.events: Publisher | None = None
         if event_log is not None:
-            self.events = Publisher(self.epoch, Log(event_log))
+            self.events = Publisher(self.epoch, Log(event_log), self.backlog)
             self.index.watchers.append(self.events)
         self.leases = LeaseTable(self.index)
         self.sessions = SessionTable()
@@ -127,24 +131,23 @@ class Core:
 
         Memory that its process may still be writing to is released when it cannot any more.
         """
-        self._let_go(session)
+        session.disowned = True
         self.sessions.close(session)
-        self._lingering.append(session)
-        self._free_unmapped()
+        self.backlog.add(self._end(session))
 
     def sweep(self) -> None:
         """Carry out what time alone brings about. Call it about once a second."""
         now = self.clock()
-        self._free_unmapped()
-        self.leases.expire(now)
+        self.backlog.add(self._free_unmapped())
+        self.backlog.add(self.leases.expire(now))
         self.index.give_up_overdue(now)
         if self.events is not None:
             self.events.subscribers.drop_hopeless()
         for session in self.sessions:
             silent = now - session.last_seen > session.ttl and not session.is_held_up
             if silent and not session.expired:
-                session.expired = True
-                self._let_go(session)
+                session.expired = session.disowned = True
+                self.backlog.add(self._let_go(session))
 
     def excuse_silence(self, seconds: float) -> None:
         """The server itself was stopped for so long: nobody's silence counts."""
@@ -235,6 +238,21 @@ class Core:
         reader: int,
     ) -> list[LocatedShard | None]:
         """Where the locked shards of [first, end) lie; None for each that is not locked."""
+        return at_once(
+            self.locate_in_steps(session, lease_id, group_idx, first, end, shard, reader)
+        )
+
+    def locate_in_steps(
+        self,
+        session: Session | None,
+        lease_id: int,
+        group_idx: int | None,
+        first: int,
+        end: int,
+        shard: int,
+        reader: int,
+    ) -> Steps[list[LocatedShard | None]]:
+        """Likewise, by the locks that are held at the first step."""
         lease = self._lease(session, lease_id)
         if lease is None:
             raise RequestError(
@@ -261,16 +279,18 @@ class Core:
         if end - first > MAX_KEYS:
             raise invalid(f"{end - first} chunks: at most {MAX_KEYS}")
         nbytes = lease.space.shard_bytes(position, shard)
-        located: list[LocatedShard | None] = []
-        for chunk in range(first, end):
-            index = chunk - locked.span.first
-            if 0 <= index < len(locked.span.parts) and locked.held[reader] >> index & 1:
-                part = locked.span.parts[index]
-                located.append(LocatedShard(part, part.slots[shard], nbytes))
-            else:
-                located.append(None)
-        if any(located):
+        located: list[LocatedShard | None] = [None] * (end - first)
+        low, high = max(first, locked.span.first), min(end, span_end)
+        held = locked.held[reader] >> (low - locked.span.first)
+        if held & ((1 << max(high - low, 0)) - 1):
             lease.copying.add(reader)
+        # Text is the fastest way to walk the bits of a long integer.
+        for chunk, bit in zip(range(low, high), reversed(f"{held:b}"), strict=False):
+            part = locked.span.parts[chunk - locked.span.first]
+            if bit == "1" and part.slots[shard] != NO_SLOT:  # none if it was freed meanwhile
+                located[chunk - first] = LocatedShard(part, part.slots[shard], nbytes)
+            if chunk % _SHARDS_A_STEP == 0:
+                yield
         return located
 
     def holds(
@@ -335,6 +355,23 @@ class Core:
         ``event_data`` is what events are to tell about them, encoded, one for each or none. The
         caller owns the slots, and seals or gives back each of them.
         """
+        return at_once(
+            self.reserve_in_steps(
+                session, namespace, group_idx, shard, parent_key, keys, event_data
+            )
+        )
+
+    def reserve_in_steps(
+        self,
+        session: Session | None,
+        namespace: str,
+        group_idx: int | None,
+        shard: int,
+        parent_key: bytes,
+        keys: Sequence[bytes],
+        event_data: Sequence[bytes] = (),
+    ) -> Steps[list[ReserveStatus | Slot]]:
+        """Likewise. Closed before its end, it gives back what it has reserved."""
         self._refuse_when_draining()
         check_keys(keys)
         if len(parent_key) not in (0, KEY_BYTES):
@@ -351,7 +388,7 @@ class Core:
             raise invalid(f"kv_worker_id {shard}: this session stores {session.kv_worker_id} only")
         position = space.namespace.position(group_idx)
         deadline = self.clock() + _SHARDS_MISSING_SECONDS
-        outcomes = self.index.reserve(space, position, shard, parent_key, keys, deadline)
+        outcomes = yield from self.index.reserve(space, position, shard, parent_key, keys, deadline)
         if self.events is not None and event_data:
             self.events.describe(outcomes, event_data)
         return outcomes
@@ -365,17 +402,39 @@ class Core:
         self.counters.stored_bytes += space.shard_bytes(slot.part.position, slot.shard)
         return True
 
+    def seal_all(self, slots: dict[int, Slot]) -> Steps[list[int]]:
+        """The bytes of all slots are complete; which chunks were not cleared meanwhile.
+
+        Takes each out of ``slots`` when it is done.
+        """
+        sealed = []
+        for index in list(slots):
+            if self.seal(slots.pop(index)):
+                sealed.append(index)
+            yield
+        return sealed
+
     def give_back(self, slot: Slot) -> None:
         """The bytes of a slot will not come."""
         self.index.give_back(slot)
 
+    def give_back_all(self, slots: Iterable[Slot]) -> None:
+        """The bytes of these slots will not come."""
+        self.index.give_back_all(list(slots))
+
     def open_reservation(
         self, session: Session, outcomes: Sequence[ReserveStatus | Slot]
     ) -> Reservation | None:
-        """Hand slots over to a client that writes by itself; None if there are none."""
+        """Hand slots over to a client that writes by itself; None if there are none.
+
+        RequestError if the session has ended meanwhile; the slots are given back then.
+        """
         slots = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, Slot)}
         if not slots:
             return None
+        if session.disowned:
+            self.give_back_all(slots.values())
+            self.sessions.with_token(session.token)
         reservation = Reservation(new_id(taken=self._reservations), slots)
         session.reservations[reservation.reservation_id] = reservation
         self._reservations[reservation.reservation_id] = session
@@ -383,6 +442,12 @@ class Core:
 
     def commit(self, session: Session, reservation_id: int, chunks: Sequence[int]) -> list[bool]:
         """Seal chunks of a reservation, or all open ones; False for each that was cleared."""
+        return at_once(self.commit_in_steps(session, reservation_id, chunks))
+
+    def commit_in_steps(
+        self, session: Session, reservation_id: int, chunks: Sequence[int]
+    ) -> Steps[list[bool]]:
+        """Likewise. False also for each that was aborted, or lost by the session, meanwhile."""
         reservation = self._reservation(session, reservation_id)
         if reservation is None:
             raise RequestError(
@@ -397,14 +462,29 @@ class Core:
                 f"chunks {missing[:8] or wanted[:8]} of reservation {reservation_id} are not open: "
                 "commit each reserved chunk once"
             )
-        sealed = [self.seal(reservation.open.pop(chunk)) for chunk in wanted]
+        sealed = []
+        for chunk in wanted:
+            slot = reservation.open.pop(chunk, None) if not session.disowned else None
+            sealed.append(slot is not None and self.seal(slot))
+            yield
         self._forget_if_done(session, reservation)
         return sealed
 
     def abort(self, session: Session, reservation_id: int) -> int:
         """Give back what a reservation still holds; how many chunks that were."""
+        return at_once(self.abort_in_steps(session, reservation_id))
+
+    def abort_in_steps(self, session: Session, reservation_id: int) -> Steps[int]:
+        """Likewise."""
         reservation = self._reservation(session, reservation_id)
-        return self._abort(session, reservation) if reservation else 0
+        aborted = 0
+        while reservation is not None and reservation.open and not session.disowned:
+            _, slot = reservation.open.popitem()
+            self.give_back(slot)
+            aborted += 1
+            self._forget_if_done(session, reservation)
+            yield
+        return aborted
 
     # Copies made by the server
 
@@ -439,7 +519,7 @@ class Core:
     def clear(self, namespace: str) -> int:
         """Make everything in a namespace invisible, or in all if the name is empty."""
         spaces = [self.index.space(namespace)] if namespace else self.index.spaces
-        return sum(self.index.clear(space) for space in spaces)
+        return self.index.clear(*spaces)
 
     @property
     def is_idle(self) -> bool:
@@ -459,16 +539,26 @@ class Core:
     def _lease(self, session: Session | None, lease_id: int) -> Lease | None:
         return self.leases.get(lease_id, session.engine_id if session else None)
 
-    def _let_go(self, session: Session) -> None:
+    def _end(self, session: Session) -> Steps[None]:
+        yield from self._let_go(session)
+        self._lingering.append(session)
+        yield from self._free_unmapped()
+
+    def _let_go(self, session: Session) -> Steps[None]:
         """Free a session's locks, and let others store what it was storing."""
-        self.leases.release_owner(session.session_id)
-        if session.role is Role.WORKER and not self._has_successor(session):
-            self.leases.release_reader(session.engine_id, session.worker_id)
-        if not session.disowned:
-            session.disowned = True
-            for reservation in session.reservations.values():
-                for slot in reservation.open.values():
-                    self.index.disown(slot)
+        for lease in self.leases.of_owner(session.session_id):
+            yield from self.leases.release_in_steps(lease)
+        if session.role is Role.WORKER:
+            for lease in self.leases.of_engine(session.engine_id):
+                if self._has_successor(session):
+                    break
+                yield from self.leases.release_in_steps(lease, readers=[session.worker_id])
+        for reservation in list(session.reservations.values()):
+            while reservation.open:
+                _, slot = reservation.open.popitem()
+                self.index.disown(slot)
+                reservation.disowned.append(slot)
+                yield
 
     def _has_successor(self, session: Session) -> bool:
         """True if the same worker has connected anew, and holds its locks by that session."""
@@ -480,19 +570,20 @@ class Core:
             for other in self.sessions
         )
 
-    def _free_unmapped(self) -> None:
+    def _free_unmapped(self) -> Steps[None]:
         """Free the memory of ended sessions whose processes cannot write any more."""
-        still_mapped = []
+        ready: list[Session] = []
+        waiting: list[Session] = []
         for session in self._lingering:
-            if session.reservations and self._still_mapped(session):
-                still_mapped.append(session)
-                continue
+            mapped = session.reservations and self._still_mapped(session)
+            (waiting if mapped else ready).append(session)
+        self._lingering = waiting
+        for session in ready:
             for reservation in list(session.reservations.values()):
-                for slot in reservation.open.values():
-                    self.index.free(slot)
-                reservation.open.clear()
+                while reservation.disowned:
+                    self.index.free(reservation.disowned.pop())
+                    yield
                 self._forget_if_done(session, reservation)
-        self._lingering = still_mapped
 
     def _reservation(self, session: Session, reservation_id: int) -> Reservation | None:
         owner = self._reservations.get(reservation_id)
@@ -505,18 +596,10 @@ class Core:
             )
         return session.reservations[reservation_id]
 
-    def _abort(self, session: Session, reservation: Reservation) -> int:
-        aborted = len(reservation.open)
-        for slot in reservation.open.values():
-            self.give_back(slot)
-        reservation.open.clear()
-        self._forget_if_done(session, reservation)
-        return aborted
-
     def _forget_if_done(self, session: Session, reservation: Reservation) -> None:
-        if not reservation.open:
-            del session.reservations[reservation.reservation_id]
-            del self._reservations[reservation.reservation_id]
+        if not reservation.slots:
+            session.reservations.pop(reservation.reservation_id, None)
+            self._reservations.pop(reservation.reservation_id, None)
 
 
 def check_keys(keys: Sequence[bytes]) -> None:

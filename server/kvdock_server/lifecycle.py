@@ -15,6 +15,7 @@ from kvdock_server.metrics import MetricsEndpoint
 from kvdock_server.pool.pool import Pool
 from kvdock_server.pool.segment import reclaim_stale_segments
 from kvdock_server.rpc.server import Server
+from kvdock_server.service.turns import in_turns
 from kvdock_server.transfer import GpuTransfers
 from kvdock_server.umask import private_files
 
@@ -67,10 +68,11 @@ async def run(config: Config) -> None:
                     "127.0.0.1, or let only trusted hosts reach it",
                     address,
                 )
-            sweeper = loop.create_task(_sweep(core))
+            chores = [loop.create_task(_sweep(core)), loop.create_task(_tidy(core))]
             await stop.wait()
             await _drain(core, server, config.drain_seconds)
-            sweeper.cancel()
+            for chore in chores:
+                chore.cancel()
             if core.events is not None:
                 core.events.subscribers.close()
             await server.stop(_GRACE_SECONDS)
@@ -93,6 +95,20 @@ async def _sweep(core: Core) -> None:
             core.sweep()
         except Exception:
             logger.exception("a sweep failed; the next one follows")
+
+
+async def _tidy(core: Core) -> None:
+    """Carry out what calls leave behind, as soon as they do."""
+    something = asyncio.Event()
+    core.backlog.has_come = something.set
+    while True:
+        await something.wait()
+        something.clear()
+        try:
+            await in_turns(core.backlog.all_steps())
+        except Exception:
+            logger.exception("tidying up failed; the rest follows")
+            something.set()
 
 
 def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Event:

@@ -36,10 +36,20 @@ class Mode(Enum):
 
 @dataclass(eq=False)
 class Reservation:
-    """Memory that a session is writing to; ``open`` has the slots by their index in the request."""
+    """Memory that a session is writing to.
+
+    ``open`` has the slots by their index in the request. When the session is lost, they become
+    ``disowned`` one by one: others may store those chunks, but the memory is not free yet.
+    """
 
     reservation_id: int
     open: dict[int, Slot]
+    disowned: list[Slot] = field(default_factory=list)
+
+    @property
+    def slots(self) -> int:
+        """How many slots it holds."""
+        return len(self.open) + len(self.disowned)
 
 
 @dataclass(eq=False)
@@ -73,7 +83,7 @@ class Session:
     @property
     def reserved_chunks(self) -> int:
         """Chunks that it is writing."""
-        return sum(len(reservation.open) for reservation in self.reservations.values())
+        return sum(reservation.slots for reservation in self.reservations.values())
 
     def refuse_if_expired(self) -> None:
         """RequestError (SESSION_EXPIRED) if it was silent for longer than its TTL."""

@@ -29,9 +29,8 @@ class Writing:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        while self.open:
-            _, slot = self.open.popitem()
-            self._core.give_back(slot)
+        self._core.give_back_all(self.open.values())
+        self.open.clear()
 
     def seal(self, chunk: int) -> bool:
         """All bytes of a chunk's slot are there. False if the chunk was cleared meanwhile."""

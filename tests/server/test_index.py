@@ -256,9 +256,25 @@ def test_parts_that_were_used_are_in_their_order_too() -> None:
         (span,) = core.index.find(core.index.space("n"), prompt(number))
         core.index.touch([span])
     (policy,) = core.index._reclaimer._policies.values()
-    order = [part.chunk.key for part in policy.in_order(1000)]
+    order = []
+    while (part := policy.first()) is not None:
+        order.append(part.chunk.key)
+        core.index.evict(1)
     assert order == [key(number) for number in (0, *reversed(range(1, 40)))]
-    assert len(list(policy.in_order(7))) <= 7
+
+
+def test_finding_out_what_goes_first_takes_no_more_looks_than_it_is_given() -> None:
+    core = make_core(40)
+    for number in range(40):
+        store(core, prompt(number))
+    (policy,) = core.index._reclaimer._policies.values()
+    assert policy.settle(1)
+    for number in range(40):
+        (span,) = core.index.find(core.index.space("n"), prompt(number))
+        core.index.touch([span])
+    assert not policy.settle(7)
+    assert not policy.settle(30)
+    assert policy.settle(7)
 
 
 def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:

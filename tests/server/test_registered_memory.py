@@ -20,6 +20,7 @@ from kvdock_server.rpc import session as session_rpc
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.session import _SessionStream
 from kvdock_server.sessions import Role, Session
+from kvdock_server.steps import at_once
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_engine import BLOCKS, KEYS, PAGE, PER_CHUNK, TARGET, Engine
@@ -92,7 +93,7 @@ async def test_nothing_is_called_retrieved_that_nobody_copies(
     await stream.serve(requests(session_pb2.SessionRequest(id=1, retrieve=request)))
     assert answers.sent[0].error.reason == "WRONG_MODE"
     with pytest.raises(RequestError) as caught:
-        verbs.retrieve_shared(engine.core, None, request)
+        at_once(verbs.retrieve_shared(engine.core, None, request))
     assert caught.value.reason in (Reason.SESSION_REQUIRED, Reason.WRONG_MODE)
     engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
 
@@ -174,7 +175,7 @@ async def test_a_reader_without_locks_is_not_copying(engine: Engine) -> None:
     lease = engine.lookup()
     engine.core.free_locks(engine.scheduler, [(lease, 0, 0, 1, None)])
     request = pb.RetrieveRequest(lease_id=lease, reader=1)
-    answer = verbs.retrieve_shared(engine.core, engine.scheduler, request)
+    answer = at_once(verbs.retrieve_shared(engine.core, engine.scheduler, request))
     assert len(answer.chunks) == len(KEYS)
     assert engine.core.is_idle
     engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])

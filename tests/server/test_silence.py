@@ -60,6 +60,7 @@ def test_a_server_that_was_stopped_for_a_while_does_not_expire_sessions_that_sen
         reader.join()
 
 
+@pytest.mark.hold_up(1.0, reason="the pool is made on the loop, as before a server serves")
 async def test_a_stream_on_which_nothing_moves_is_given_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

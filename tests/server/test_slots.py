@@ -13,7 +13,11 @@ SIZES = [1, PAGE_BYTES, 3 * PAGE_BYTES, 5 * PAGE_BYTES + 1, 9 * PAGE_BYTES, 20 *
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("allocate"), st.sampled_from(SIZES)),
+        st.tuples(st.just("allocate_anywhere"), st.sampled_from(SIZES)),
         st.tuples(st.just("free"), st.integers(0, 200)),
+        st.tuples(st.just("claim"), st.integers(0, 7)),
+        st.tuples(st.just("release"), st.integers(0, 7)),
+        st.tuples(st.just("start_run"), st.sampled_from(SIZES)),
     ),
     max_size=200,
 )
@@ -25,18 +29,42 @@ def test_slots_never_overlap_and_all_memory_comes_back(steps: list[tuple[str, in
     slots = SlotAllocator(8 * SLAB, SLAB)
     slots.add(0, 8 * SLAB)
     taken: dict[int, int] = {}
+    claims: list[tuple[int, int]] = []
     for verb, value in steps:
-        if verb == "allocate":
-            offset = slots.allocate(value)
+        if verb in ("allocate", "allocate_anywhere"):
+            offset = getattr(slots, verb)(value)
             if offset is not None:
                 end = offset + slots.slot_bytes(value)
                 assert 0 <= offset < end <= slots.limit_bytes
                 assert all(end <= other or offset >= taken[other] for other in taken)
+                assert not any(
+                    first * SLAB < end and offset < (first + slabs) * SLAB
+                    for first, slabs in claims
+                )
                 taken[offset] = end
-        elif taken:
+        elif verb == "free" and taken:
             offset = sorted(taken)[value % len(taken)]
             slots.free(offset)
             del taken[offset]
+        elif verb == "claim":
+            place = value, 1 + len(taken) % 3
+            if value + place[1] <= 8 and slots.runs_in(*place) is not None:
+                slots.claim(*place)
+                claims.append(place)
+        elif verb == "release" and claims:
+            slots.release(*claims.pop(value % len(claims)))
+        elif verb == "start_run":
+            size = slots.slot_bytes(value)
+            empty = [place for place in claims if slots.is_empty(*place)]
+            fitting = [place for place in empty if place[1] * SLAB >= size]
+            if fitting:
+                offset = slots.start_run(*fitting[0], size)
+                assert offset == fitting[0][0] * SLAB
+                slots.release(*fitting[0])  # nothing is left to release
+                claims.remove(fitting[0])
+                taken[offset] = offset + size
+    for place in claims:
+        slots.release(*place)
     for offset in taken:
         slots.free(offset)
     # One slot of everything: only possible if every slab went back.

@@ -352,7 +352,7 @@ class NamespaceStatus(google.protobuf.message.Message):
     parts: builtins.int
     """Visible parts."""
     bytes: builtins.int
-    """Bytes of all their shards."""
+    """Bytes of all their shards, and of what was cleared but is not free yet."""
     @property
     def namespace(self) -> kvdock.v1.types_pb2.Namespace:
         """As registered, with one number for shard_bytes where all are equal."""

@@ -81,8 +81,9 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListChunks(self, request, context):
-        """ListChunks streams the parts of one namespace as they were at one moment, parents before
-        children. Parts that go while the stream is read are left out.
+        """ListChunks streams the parts of one namespace, parents before children. Each part that is
+        there all the while comes once. Of those that come or go while the stream is read some may be
+        listed. If the namespace is cleared meanwhile, the stream ends.
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """
@@ -91,9 +92,11 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Clear makes everything in a namespace invisible at once. Memory that somebody holds a lock on
-        is returned when the lock ends. The namespace stays registered, as long as there is room
-        for it (see RegisterNamespace).
+        """Clear makes everything in a namespace invisible at once. The memory is returned behind the
+        answer: for a million parts that takes some seconds, in which others are served, and whoever
+        wants memory gets it from there first. Memory that somebody holds a lock on is returned when
+        the lock ends. The namespace stays registered, as long as there is room for it (see
+        RegisterNamespace).
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """
@@ -102,7 +105,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Evict drops unlocked parts, the least useful first, as if memory were wanted.
+        """Evict drops unlocked parts, the least useful first, as if memory were wanted. What was
+        cleared before is freed first, and does not count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -163,22 +163,27 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
     """ListNamespaces streams every registered namespace, in the order of their registration."""
 
     ListChunks: _AdminServiceListChunksType
-    """ListChunks streams the parts of one namespace as they were at one moment, parents before
-    children. Parts that go while the stream is read are left out.
+    """ListChunks streams the parts of one namespace, parents before children. Each part that is
+    there all the while comes once. Of those that come or go while the stream is read some may be
+    listed. If the namespace is cleared meanwhile, the stream ends.
 
     NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
     """
 
     Clear: _AdminServiceClearType
-    """Clear makes everything in a namespace invisible at once. Memory that somebody holds a lock on
-    is returned when the lock ends. The namespace stays registered, as long as there is room
-    for it (see RegisterNamespace).
+    """Clear makes everything in a namespace invisible at once. The memory is returned behind the
+    answer: for a million parts that takes some seconds, in which others are served, and whoever
+    wants memory gets it from there first. Memory that somebody holds a lock on is returned when
+    the lock ends. The namespace stays registered, as long as there is room for it (see
+    RegisterNamespace).
 
     NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
     """
 
     Evict: _AdminServiceEvictType
-    """Evict drops unlocked parts, the least useful first, as if memory were wanted."""
+    """Evict drops unlocked parts, the least useful first, as if memory were wanted. What was
+    cleared before is freed first, and does not count.
+    """
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -228,8 +233,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: kvdock.v1.admin_pb2.ListChunksRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvdock.v1.admin_pb2.ListChunksResponse], collections.abc.AsyncIterator[kvdock.v1.admin_pb2.ListChunksResponse]]:
-        """ListChunks streams the parts of one namespace as they were at one moment, parents before
-        children. Parts that go while the stream is read are left out.
+        """ListChunks streams the parts of one namespace, parents before children. Each part that is
+        there all the while comes once. Of those that come or go while the stream is read some may be
+        listed. If the namespace is cleared meanwhile, the stream ends.
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """
@@ -240,9 +246,11 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: kvdock.v1.admin_pb2.ClearRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.admin_pb2.ClearResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.ClearResponse]]:
-        """Clear makes everything in a namespace invisible at once. Memory that somebody holds a lock on
-        is returned when the lock ends. The namespace stays registered, as long as there is room
-        for it (see RegisterNamespace).
+        """Clear makes everything in a namespace invisible at once. The memory is returned behind the
+        answer: for a million parts that takes some seconds, in which others are served, and whoever
+        wants memory gets it from there first. Memory that somebody holds a lock on is returned when
+        the lock ends. The namespace stays registered, as long as there is room for it (see
+        RegisterNamespace).
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """
@@ -253,6 +261,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: kvdock.v1.admin_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.admin_pb2.EvictResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.EvictResponse]]:
-        """Evict drops unlocked parts, the least useful first, as if memory were wanted."""
+        """Evict drops unlocked parts, the least useful first, as if memory were wanted. What was
+        cleared before is freed first, and does not count.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

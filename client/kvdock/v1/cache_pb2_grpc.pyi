@@ -307,7 +307,9 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
     Reserve: _CacheServiceReserveType
     """Reserve asks for memory to store chunks into, in shared mode. The server decides what it
     lacks before any byte moves; memory is made by evicting. The memory stays reserved until
-    Commit, Abort or the end of the session's stream.
+    Commit, Abort or the end of the session's stream. The server answers others while it looks for
+    memory: chunks whose namespace is cleared, or whose parent is evicted, in that time get
+    PARENT_MISSING, and if the session ends in that time, nothing stays reserved.
 
     Needs a session of shared mode: only the session's end tells that nobody writes any more.
     INVALID_ARGUMENT (CHUNK_TOO_LARGE) if the pool could not hold one shard when empty.
@@ -315,7 +317,8 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
 
     Commit: _CacheServiceCommitType
     """Commit seals chunks of a reservation whose bytes are complete. A part becomes visible with
-    its last shard.
+    its last shard. A chunk that is aborted meanwhile by another call, or lost with the session, is
+    FAILED.
 
     NOT_FOUND (UNKNOWN_RESERVATION) if the reservation has no open chunk left.
     PERMISSION_DENIED (FOREIGN_RESERVATION) if another session made it.
@@ -468,7 +471,9 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvdock.v1.cache_pb2.ReserveResponse, collections.abc.Awaitable[kvdock.v1.cache_pb2.ReserveResponse]]:
         """Reserve asks for memory to store chunks into, in shared mode. The server decides what it
         lacks before any byte moves; memory is made by evicting. The memory stays reserved until
-        Commit, Abort or the end of the session's stream.
+        Commit, Abort or the end of the session's stream. The server answers others while it looks for
+        memory: chunks whose namespace is cleared, or whose parent is evicted, in that time get
+        PARENT_MISSING, and if the session ends in that time, nothing stays reserved.
 
         Needs a session of shared mode: only the session's end tells that nobody writes any more.
         INVALID_ARGUMENT (CHUNK_TOO_LARGE) if the pool could not hold one shard when empty.
@@ -481,7 +486,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.cache_pb2.CommitResponse, collections.abc.Awaitable[kvdock.v1.cache_pb2.CommitResponse]]:
         """Commit seals chunks of a reservation whose bytes are complete. A part becomes visible with
-        its last shard.
+        its last shard. A chunk that is aborted meanwhile by another call, or lost with the session, is
+        FAILED.
 
         NOT_FOUND (UNKNOWN_RESERVATION) if the reservation has no open chunk left.
         PERMISSION_DENIED (FOREIGN_RESERVATION) if another session made it.

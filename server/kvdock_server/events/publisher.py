@@ -22,6 +22,7 @@ from kvdock_server.index.chunk import Chunk, Part
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind
 from kvdock_server.index.namespace_index import NamespaceIndex
+from kvdock_server.steps import Backlog, Steps
 
 
 class _OnMedium:
@@ -55,20 +56,34 @@ class _Told:
                 return wire.event_data(announced).SerializeToString()
         return b""
 
+    def forget_all(self) -> Steps[None]:
+        """Forget all, bit by bit."""
+        for there in self.media.values():
+            while there.announced:
+                there.announced.popitem()
+                yield
+            while there.waiting:
+                there.waiting.popitem()
+                yield
+        while self.data:
+            self.data.popitem()
+            yield
+
 
 class Publisher:
     """Watches an index and appends to the log what readers are to know."""
 
-    def __init__(self, epoch: int, log: Log) -> None:
+    def __init__(self, epoch: int, log: Log, backlog: Backlog) -> None:
         self.epoch = epoch
         self.log = log
+        self._backlog = backlog
         self.subscribers = Subscribers(log)
         self._told: dict[NamespaceIndex[Chunk], _Told] = {}
 
     def describe(self, outcomes: Sequence[ReserveStatus | Slot], data: Sequence[bytes]) -> None:
         """Note what a store tells about the chunks that it reserved, one encoded message each."""
         for outcome, one in zip(outcomes, data, strict=True):
-            if isinstance(outcome, Slot):
+            if isinstance(outcome, Slot) and not outcome.part.is_gone:
                 self._of(outcome.part.chunk.space).data.setdefault(outcome.part, one)
 
     def snapshot(self, namespaces: Set[str] = frozenset()) -> list[Event]:
@@ -106,6 +121,8 @@ class Publisher:
     def removed(self, part: Part, medium: Medium = Medium.CPU) -> None:
         """A part is gone from there, visible or not."""
         space = part.chunk.space
+        if space.is_cleared:
+            return
         told = self._told.get(space)
         if told is None:
             return
@@ -125,10 +142,13 @@ class Publisher:
                 del there.waiting[before]
 
     def cleared(self, space: NamespaceIndex[Chunk]) -> None:
-        """All parts of a namespace are about to leave the index."""
+        """All parts of a namespace are invisible from now on, and leave the index one by one."""
         told = self._told.pop(space, None)
-        if told is not None and any(there.announced for there in told.media.values()):
+        if told is None:
+            return
+        if any(there.announced for there in told.media.values()):
             self._append(event.cleared(space.namespace.name))
+        self._backlog.add(told.forget_all())
 
     def _announce(self, told: _Told, part: Part, medium: Medium) -> None:
         chunk = part.chunk

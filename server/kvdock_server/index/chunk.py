@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Final
 
 from kvdock_server.index.namespace import GroupKind
-from kvdock_server.index.namespace_index import NamespaceIndex
+from kvdock_server.index.namespace_index import Cursor, NamespaceIndex
 
 NO_SLOT: Final = -1
 
@@ -17,21 +17,28 @@ class Chunk:
     Children are linked to one another: a set of them in every chunk would double the index.
     """
 
-    __slots__ = ("_first_child", "_next", "_previous", "key", "parent", "parts", "space")
+    __slots__ = ("_next", "_previous", "first_child", "key", "parent", "parts", "space")
 
     def __init__(self, space: NamespaceIndex[Chunk], key: bytes, parent: Chunk | None) -> None:
         self.space = space
         self.key = key
         self.parent = parent
         self.parts: list[Part | None] = [None] * len(space.namespace.groups)
-        self._first_child: Chunk | None = None
+        self.first_child: Chunk | None = None
         self._previous: Chunk | None = None
-        self._next: Chunk | None = None
-        if parent is not None:
-            self._next = parent._first_child
-            if self._next is not None:
-                self._next._previous = self
-            parent._first_child = self
+        self._next = self._above.first_child
+        if self._next is not None:
+            self._next._previous = self
+        self._above.first_child = self
+
+    @property
+    def _above(self) -> Chunk | NamespaceIndex[Chunk]:
+        return self.space if self.parent is None else self.parent
+
+    @property
+    def is_known(self) -> bool:
+        """True if it is in the index."""
+        return not self.space.is_cleared and self.space.chunks.get(self.key) is self
 
     @property
     def in_use(self) -> bool:
@@ -46,21 +53,35 @@ class Chunk:
     @property
     def has_children(self) -> bool:
         """True if a known chunk extends this one."""
-        return self._first_child is not None
+        return self.first_child is not None
 
     def children(self) -> Iterator[Chunk]:
         """The known chunks that extend this one."""
-        child = self._first_child
+        child = self.first_child
         while child is not None:
             yield child
             child = child._next
 
+    def next_in_tree(self, *, skip_children: bool = False) -> Chunk | None:
+        """The chunk that follows it where parents come before children; None after the last one."""
+        if self.first_child is not None and not skip_children:
+            return self.first_child
+        chunk: Chunk | None = self
+        while chunk is not None:
+            if chunk._next is not None:
+                return chunk._next
+            chunk = chunk.parent
+        return None
+
     def unlink(self) -> None:
         """Take the chunk out of its parent's children."""
+        for cursor in self.space.cursors:
+            if cursor.at is self:
+                cursor.at = self.next_in_tree(skip_children=True)
         if self._previous is not None:
             self._previous._next = self._next
-        elif self.parent is not None:
-            self.parent._first_child = self._next
+        elif self._above.first_child is self:
+            self._above.first_child = self._next
         if self._next is not None:
             self._next._previous = self._previous
         self._previous = self._next = None
@@ -99,6 +120,11 @@ class Part:
         self.queued = False
 
     @property
+    def is_gone(self) -> bool:
+        """True if it left the index, or its namespace was cleared."""
+        return self.detached or self.chunk.space.is_cleared
+
+    @property
     def is_full_attention(self) -> bool:
         """True if its group needs all chunks of a prompt."""
         groups = self.chunk.space.namespace.groups
@@ -107,11 +133,11 @@ class Part:
     @property
     def is_evictable(self) -> bool:
         """True if it may be evicted: nobody uses it, and it is no prefix of what is known."""
-        if not self.visible or self.pins:
+        if not self.visible or self.pins or self.chunk.space.is_cleared:
             return False
         if not self.is_full_attention:
             return True
-        return not self.chunk.has_children and not self.chunk.in_use
+        return self.chunk.first_child is None and not self.chunk.in_use
 
     def lacks(self, shard: int) -> bool:
         """True if the shard is neither sealed nor being written."""
@@ -126,6 +152,18 @@ class Part:
     def is_empty(self) -> bool:
         """True if no shard is sealed or being written."""
         return not self.writing and self.sealed_shards == 0
+
+
+def all_chunks(space: NamespaceIndex[Chunk]) -> Generator[Chunk, None, None]:
+    """All chunks of a namespace, parents before children. Others may come and go meanwhile."""
+    cursor = Cursor(space.first_child)
+    space.cursors.append(cursor)
+    try:
+        while (chunk := cursor.at) is not None:
+            cursor.at = chunk.next_in_tree()
+            yield chunk
+    finally:
+        space.cursors.remove(cursor)
 
 
 def with_descendants(roots: Iterable[Chunk]) -> Iterator[Chunk]:

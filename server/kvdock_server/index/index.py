@@ -11,10 +11,10 @@ whose window parts went, can be stored again under what extends it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import count
+from itertools import count, islice, repeat, takewhile
 from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError
@@ -25,6 +25,7 @@ from kvdock_server.index.namespace import GroupKind, Namespace
 from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.index.reclaim import Reclaimer
 from kvdock_server.pool.slots import SlotAllocator
+from kvdock_server.steps import Backlog, Steps, at_once
 
 
 class ReserveStatus(Enum):
@@ -59,10 +60,10 @@ class Watcher(Protocol):
         """The part became visible."""
 
     def removed(self, part: Part) -> None:
-        """The part left the index, visible or not."""
+        """The part left the index, visible or not. It may have been cleared before."""
 
     def cleared(self, space: NamespaceIndex[Chunk]) -> None:
-        """All parts of the namespace are about to leave the index."""
+        """All parts of the namespace are invisible from now on, and leave the index one by one."""
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Totals:
 
 
 _MAX_NAMESPACES = 4_096
+_OVERDUE_AT_ONCE = 10_000
 
 
 class Index:
@@ -84,14 +86,20 @@ class Index:
     may be evicted.
     """
 
-    def __init__(self, slots: SlotAllocator, make_policy: MakePolicy = LeastRecentlyUsed) -> None:
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        backlog: Backlog,
+        make_policy: MakePolicy = LeastRecentlyUsed,
+    ) -> None:
         self.totals = Totals()
         self.watchers: list[Watcher] = []
         self.sealed_bytes = 0
         self.reserved_bytes = 0
         self.pinned_parts = 0
         self._slots = slots
-        self._reclaimer = Reclaimer(slots, self._evict, make_policy)
+        self._backlog = backlog
+        self._reclaimer = Reclaimer(slots, backlog, self._evict, make_policy)
         self._spaces: dict[str, NamespaceIndex[Chunk]] = {}
         self._pending: dict[Part, float] = {}
         self._now = 0
@@ -198,7 +206,7 @@ class Index:
         parent_key: bytes,
         keys: Sequence[bytes],
         deadline: float,
-    ) -> list[ReserveStatus | Slot]:
+    ) -> Steps[list[ReserveStatus | Slot]]:
         """Find memory for one shard of consecutive chunks; a Slot for each one that gets it.
 
         ``deadline`` is when a part is given up if shards are still missing. Raises RequestError
@@ -218,48 +226,83 @@ class Index:
             parent is None or (needs_parent_part and parent.parts[position] is None)
         ):
             return [ReserveStatus.PARENT_MISSING] * len(keys)
+        return (yield from self._reserve(space, position, shard, size, parent, keys, deadline))
+
+    def _reserve(
+        self,
+        space: NamespaceIndex[Chunk],
+        position: int,
+        shard: int,
+        size: int,
+        parent: Chunk | None,
+        keys: Sequence[bytes],
+        deadline: float,
+    ) -> Steps[list[ReserveStatus | Slot]]:
+        """Likewise, with all that was asked for looked at."""
         self._now += 1
-        outcomes: list[ReserveStatus | Slot] = []
+        now = self._now
+        statuses: list[ReserveStatus] = []
+        parts: list[Part] = []
         offsets: list[int] = []
-        runs = self._reclaimer.runs_for(size, self._now)
-        for key in keys:
-            chunk = space.chunks.get(key)
-            if chunk is None:
-                chunk = self._add_chunk(space, key, parent)
-            part = chunk.parts[position]
-            if part is not None and not part.lacks(shard):
-                part.last_used = self._now
-                outcomes.append(ReserveStatus.EXISTS)
-            else:
+        slots: list[Slot] = []
+        rest = ReserveStatus.NO_SPACE
+        try:
+            for key in keys:
+                # Others may have had their turn.
+                if space.is_cleared or (parent is not None and not parent.is_known):
+                    rest = ReserveStatus.PARENT_MISSING
+                    break
+                chunk = space.chunks.get(key)
+                if chunk is None:
+                    chunk = space.chunks[key] = Chunk(space, key, parent)
+                parent = chunk
+                part = chunk.parts[position]
+                if part is not None and not part.lacks(shard):
+                    part.last_used = now
+                    statuses.append(ReserveStatus.EXISTS)
+                    yield
+                    continue
                 if part is None:
                     part = Part(chunk, position, space.namespace.kv_world_size)
                     chunk.parts[position] = part
                 # From now on nothing of the chunk is evicted, for this part's sake least of all.
                 part.writing |= 1 << shard
-                offset = self._reclaimer.make_room(size, runs)
+                parts.append(part)
+                offset = yield from self._reclaimer.make_room(size, now)
                 if offset is None:
-                    self._stop_waiting(part, shard)
-                    rest = len(keys) - len(outcomes)
-                    self.totals.no_space += rest
-                    outcomes.extend([ReserveStatus.NO_SPACE] * rest)
+                    self._stop_waiting(parts.pop(), shard)
                     break
-                self._pending[part] = deadline
-                self.reserved_bytes += self._slots.slot_bytes(size)
                 offsets.append(offset)
-                outcomes.append(Slot(part, shard, offset))
-            parent = chunk
-        # Prompts are evicted from their ends, so memory comes in descending order. In ascending
-        # order neighbours are copied together.
-        offsets.sort(reverse=True)
+                statuses.append(ReserveStatus.RESERVED)
+                self.reserved_bytes += self._slots.slot_bytes(size)
+                if not part.is_gone:
+                    self._pending.pop(part, None)  # they are in the order of their deadlines
+                    self._pending[part] = deadline
+                yield
+            # Prompts are evicted from their ends, so memory comes in descending order. In ascending
+            # order neighbours are copied together.
+            offsets.sort()
+            for part, offset in zip(parts, offsets, strict=True):
+                slots.append(Slot(part, shard, offset))
+                yield
+        except BaseException:
+            if len(offsets) < len(parts):
+                self._stop_waiting(parts.pop(), shard)
+            self.give_back_all(map(Slot, parts, repeat(shard), offsets))
+            raise
+        left = len(keys) - len(statuses)
+        statuses += [rest] * left
+        if rest is ReserveStatus.NO_SPACE:
+            self.totals.no_space += left
+        reserved = iter(slots)
         return [
-            outcome._replace(offset=offsets.pop()) if isinstance(outcome, Slot) else outcome
-            for outcome in outcomes
+            next(reserved) if status is ReserveStatus.RESERVED else status for status in statuses
         ]
 
     def seal(self, slot: Slot) -> bool:
         """A shard is complete. False if its part was removed meanwhile; its memory is free then."""
         part = slot.part
-        if part.detached:
+        if part.is_gone:
             self.free(slot)
             return False
         space = part.chunk.space
@@ -269,7 +312,7 @@ class Index:
         self._reclaimer.sealed[slot.offset] = part
         self.reserved_bytes -= self._slots.slot_bytes(nbytes)
         self.sealed_bytes += self._slots.slot_bytes(nbytes)
-        space.sealed_bytes += nbytes
+        space.usage.sealed_bytes += nbytes
         if part.sealed_shards == len(part.slots):
             part.visible = True
             part.last_used = self._now
@@ -285,10 +328,19 @@ class Index:
         self.disown(slot)
         self.free(slot)
 
+    def give_back_all(self, slots: Iterable[Slot]) -> None:
+        """Likewise for many shards. Of very many the rest is left to the backlog."""
+
+        def steps() -> Steps[None]:
+            for slot in slots:
+                self.give_back(slot)
+                yield
+
+        self._backlog.add(steps())
+
     def disown(self, slot: Slot) -> None:
         """A shard will not come, so another writer may store it; but its memory stays reserved."""
-        if not slot.part.detached:
-            self._stop_waiting(slot.part, slot.shard)
+        self._stop_waiting(slot.part, slot.shard)
 
     def free(self, slot: Slot) -> None:
         """Free the memory of a slot that was disowned."""
@@ -298,13 +350,16 @@ class Index:
 
     def give_up_overdue(self, now: float) -> None:
         """Remove parts whose missing shards nobody is writing and whose deadline has passed."""
-        overdue = [
-            part for part, deadline in self._pending.items() if deadline <= now and not part.writing
-        ]
-        for part in overdue:
-            self.totals.abandoned_parts += 1
-            self._remove(part)
-            self._retire(part.chunk)
+        overdue = takewhile(lambda part: self._pending[part] <= now, self._pending)
+        self._backlog.add(self._give_up(list(islice(overdue, _OVERDUE_AT_ONCE))))
+
+    def _give_up(self, parts: Sequence[Part]) -> Steps[None]:
+        for part in parts:
+            if part in self._pending and not part.writing:
+                self.totals.abandoned_parts += 1
+                self._remove(part)
+                self._retire(part.chunk)
+                yield
 
     # Removing
 
@@ -313,28 +368,49 @@ class Index:
 
         With ``turns`` it evicts no more often than that.
         """
-        parts = self.totals.evicted_parts
-        sealed = self.sealed_bytes
-        for _ in count() if turns is None else range(turns):
-            if wanted_bytes is not None and sealed - self.sealed_bytes >= wanted_bytes:
-                break
-            if not self._reclaimer.evict_next():
-                break
-        return self.totals.evicted_parts - parts, sealed - self.sealed_bytes
+        return at_once(self.evict_in_steps(wanted_bytes, turns=turns))
 
-    def clear(self, space: NamespaceIndex[Chunk]) -> int:
-        """Make all parts of a namespace invisible; how many were visible."""
-        visible = space.visible_parts
-        for watcher in self.watchers:
-            watcher.cleared(space)
-        for chunk in space.chunks.values():
-            for part in chunk.parts:
-                if part is not None:
-                    self._remove(part)
-            chunk.unlink()  # else parents and children are cycles, which are hardly ever collected
-        space.chunks.clear()
-        self._reclaimer.purge()
+    def evict_in_steps(
+        self, wanted_bytes: int | None, *, turns: int | None = None
+    ) -> Steps[tuple[int, int]]:
+        """Likewise."""
+        parts = nbytes = 0
+        for _ in count() if turns is None else range(turns):
+            if wanted_bytes is not None and nbytes >= wanted_bytes:
+                break
+            victim = yield from self._reclaimer.first_victim()
+            if victim is None:
+                break
+            parts_before, sealed_before = self.totals.evicted_parts, self.sealed_bytes
+            self._evict(victim.chunk, victim)
+            parts += self.totals.evicted_parts - parts_before
+            nbytes += sealed_before - self.sealed_bytes
+            yield
+        return parts, nbytes
+
+    def clear(self, *spaces: NamespaceIndex[Chunk]) -> int:
+        """Make all parts of namespaces invisible; how many were visible.
+
+        Others take their place. The memory of very many parts is left to the backlog.
+        """
+        visible = 0
+        for space in spaces:
+            visible += space.visible_parts
+            for watcher in self.watchers:
+                watcher.cleared(space)
+            self._spaces[space.namespace.name] = space.clear()
+        self._backlog.add(self._remove_all(spaces))
         return visible
+
+    def _remove_all(self, cleared: Sequence[NamespaceIndex[Chunk]]) -> Steps[None]:
+        for space in cleared:
+            while space.chunks:
+                _, chunk = space.chunks.popitem()
+                for part in chunk.parts:
+                    if part is not None:
+                        self._remove(part)
+                chunk.unlink()  # else it and others are a cycle, which is hardly ever collected
+                yield
 
     def _make_room_for_namespace(self) -> None:
         """Keep the number of namespaces bounded by forgetting one that holds nothing."""
@@ -350,13 +426,10 @@ class Index:
             watcher.cleared(self._spaces[empty])
         del self._spaces[empty]
 
-    def _add_chunk(self, space: NamespaceIndex[Chunk], key: bytes, parent: Chunk | None) -> Chunk:
-        chunk = Chunk(space, key, parent)
-        space.chunks[key] = chunk
-        return chunk
-
     def _stop_waiting(self, part: Part, shard: int) -> None:
         part.writing &= ~(1 << shard)
+        if part.is_gone:
+            return
         if part.is_empty:
             self._remove(part)
             self._retire(part.chunk)
@@ -388,6 +461,7 @@ class Index:
             part.visible = False
             part.chunk.space.visible_parts -= 1
         self._pending.pop(part, None)
+        self._reclaimer.discard(part)
         for watcher in self.watchers:
             watcher.removed(part)
         if not part.pins:
@@ -396,7 +470,7 @@ class Index:
     def _retire(self, chunk: Chunk | None) -> None:
         """Forget a chunk that has neither parts nor children, and so on upwards."""
         while chunk is not None and not chunk.has_children and not any(chunk.parts):
-            if chunk.space.chunks.get(chunk.key) is not chunk:
+            if not chunk.is_known:
                 return  # cleared before
             del chunk.space.chunks[chunk.key]
             chunk.unlink()
@@ -412,5 +486,5 @@ class Index:
                 self._slots.free(offset)
                 del self._reclaimer.sealed[offset]
                 self.sealed_bytes -= self._slots.slot_bytes(nbytes)
-                space.sealed_bytes -= nbytes
+                space.usage.sealed_bytes -= nbytes
                 part.slots[shard] = NO_SLOT

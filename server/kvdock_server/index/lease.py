@@ -11,12 +11,19 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Final, TypeVar
 
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.ids import new_id
 from kvdock_server.index.chunk import Chunk
 from kvdock_server.index.index import HitSpan, Index
 from kvdock_server.index.namespace_index import NamespaceIndex
+from kvdock_server.steps import Steps
+
+_CHUNKS_A_STEP: Final = 128
+
+K = TypeVar("K")
 
 
 @dataclass
@@ -56,12 +63,15 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases of a server."""
+    """All leases of a server. ``locks`` counts what they hold."""
 
     def __init__(self, index: Index) -> None:
+        self.locks = 0
         self._index = index
         self._leases: dict[int, Lease] = {}
         self._by_engine: dict[str | None, dict[int, Lease]] = {}
+        self._by_owner: dict[int | None, dict[int, Lease]] = {}
+        self._by_expiry: list[tuple[float, int]] = []  # a heap; some may be gone
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -85,8 +95,12 @@ class LeaseTable:
         for span in spans:
             self._index.pin(span.parts)
             lease.spans.append(LockedSpan(span, [(1 << len(span.parts)) - 1] * readers))
-        self._leases[lease.lease_id] = lease
-        self._by_engine.setdefault(engine_id, {})[lease.lease_id] = lease
+            self.locks += len(span.parts) * readers
+        self._leases[lease_id] = lease
+        self._by_engine.setdefault(engine_id, {})[lease_id] = lease
+        self._by_owner.setdefault(owner, {})[lease_id] = lease
+        if expires_at is not None:
+            heappush(self._by_expiry, (expires_at, lease_id))
         return lease
 
     def get(self, lease_id: int, engine_id: str | None) -> Lease | None:
@@ -126,6 +140,7 @@ class LeaseTable:
             if position is None or locked.span.position == position:
                 released += self._release(locked, chosen, first, end)
         if released:
+            self.locks -= released
             lease.copying = {
                 reader
                 for reader in lease.copying
@@ -135,25 +150,35 @@ class LeaseTable:
                 self._forget(lease)
         return released
 
+    def release_in_steps(
+        self, lease: Lease, *, readers: Iterable[int] | None = None
+    ) -> Steps[None]:
+        """Free all locks, of all readers if none are named."""
+        ends = [locked.span.first + len(locked.span.parts) for locked in lease.spans]
+        for first in range(0, max(ends), _CHUNKS_A_STEP):
+            self.release(lease, first, first + _CHUNKS_A_STEP, readers=readers)
+            yield
+
     def of_owner(self, owner: int) -> list[Lease]:
         """The leases of a scheduler's session."""
-        return [lease for lease in self if lease.owner == owner]
+        return list(self._by_owner.get(owner, {}).values())
 
-    def release_owner(self, owner: int) -> None:
-        """End all leases of a scheduler's session."""
-        for lease in self.of_owner(owner):
-            self.release(lease)
+    def count_of_owner(self, owner: int) -> int:
+        """How many leases a scheduler's session has."""
+        return len(self._by_owner.get(owner, {}))
 
-    def release_reader(self, engine_id: str, reader: int) -> None:
-        """Free all locks of one reader of an engine."""
-        for lease in list(self._by_engine.get(engine_id, {}).values()):
-            self.release(lease, readers=[reader])
+    def of_engine(self, engine_id: str) -> list[Lease]:
+        """The leases of an engine."""
+        return list(self._by_engine.get(engine_id, {}).values())
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float) -> Steps[None]:
         """End the leases without session whose time is up."""
-        for lease in list(self._by_engine.get(None, {}).values()):
-            if lease.expires_at is not None and lease.expires_at <= now:
-                self.release(lease)
+        while self._by_expiry and self._by_expiry[0][0] <= now:
+            _, lease_id = heappop(self._by_expiry)
+            lease = self._leases.get(lease_id)
+            if lease is not None:
+                yield from self.release_in_steps(lease)
+            yield
 
     def _release(
         self, locked: LockedSpan, readers: Sequence[int], first: int, end: int | None
@@ -171,15 +196,20 @@ class LeaseTable:
             free = before & ~locked.held_by_any()
             unpin = self._index.unpin
             # Text is the fastest way to walk the bits of a long integer.
-            for index, bit in enumerate(reversed(f"{free:b}")):
+            for index, bit in enumerate(reversed(f"{free >> low:b}"), low):
                 if bit == "1":
                     unpin(parts[index])
         return released
 
     def _forget(self, lease: Lease) -> None:
         self._leases.pop(lease.lease_id, None)
-        siblings = self._by_engine.get(lease.engine_id)
-        if siblings is not None:
-            siblings.pop(lease.lease_id, None)
-            if not siblings:
-                del self._by_engine[lease.engine_id]
+        _remove(self._by_engine, lease.engine_id, lease.lease_id)
+        _remove(self._by_owner, lease.owner, lease.lease_id)
+
+
+def _remove(groups: dict[K, dict[int, Lease]], key: K, lease_id: int) -> None:
+    group = groups.get(key)
+    if group is not None:
+        group.pop(lease_id, None)
+        if not group:
+            del groups[key]

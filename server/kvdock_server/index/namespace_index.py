@@ -5,6 +5,7 @@ Chunks refer to it, so it is generic in them and their module need not be known 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvdock_server.errors import invalid
@@ -13,14 +14,47 @@ from kvdock_server.index.namespace import Namespace
 ChunkT = TypeVar("ChunkT")
 
 
+class Cursor(Generic[ChunkT]):
+    """The chunk at which a walk through all of them goes on, None at the end."""
+
+    def __init__(self, at: ChunkT | None) -> None:
+        self.at = at
+
+
+@dataclass
+class Usage:
+    """Memory of a namespace; what was cleared counts until it is free."""
+
+    sealed_bytes: int = 0
+
+
 class NamespaceIndex(Generic[ChunkT]):
-    """A registered namespace and its chunks, in the order in which they were first reserved."""
+    """A registered namespace and its chunks, in the order in which they were first reserved.
+
+    ``first_child`` is the first of those that extend no other; they are linked to one another.
+    Once ``is_cleared`` another has taken its place, and what is still in it is on its way out.
+    """
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
         self.chunks: dict[bytes, ChunkT] = {}
+        self.first_child: ChunkT | None = None
+        self.cursors: list[Cursor[ChunkT]] = []
+        self.is_cleared = False
         self.visible_parts = 0
-        self.sealed_bytes = 0
+        self.usage = Usage()
+
+    @property
+    def sealed_bytes(self) -> int:
+        """Bytes of its sealed shards."""
+        return self.usage.sealed_bytes
+
+    def clear(self) -> NamespaceIndex[ChunkT]:
+        """Let an empty one take its place."""
+        self.is_cleared = True
+        successor: NamespaceIndex[ChunkT] = NamespaceIndex(self.namespace)
+        successor.usage = self.usage
+        return successor
 
     def shard_bytes(self, position: int, shard: int) -> int:
         """Size of one shard; RequestError if there is none, or nobody has told its size yet."""

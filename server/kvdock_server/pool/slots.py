@@ -4,27 +4,77 @@ The pool is cut into slabs of one size. A run is a slab, or a few in a row, and 
 size only. When its last slot is given back, its slabs can serve slots of any size. So slots never
 fragment, and memory moves between sizes in whole slabs. Slots are handed out in ascending order
 where possible, so that chunks that are stored together lie together.
+
+For each size of slots the pool divides into windows of so many slabs that little is lost at their
+ends. A run takes a window, if one can be had: then what a size gets does not depend on what was
+there before. Else it is makeshift, in whatever slabs are free.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 PAGE_BYTES = 4096
-# A run may have this many slabs more than its first slot needs, to waste less at its end.
+
+# A run may have this many slabs more than its first slot needs, to lose less at its end. Of two
+# lengths that differ by less than this share of the pool the shorter one is taken: it is had more
+# easily.
 _EXTRA_SLABS = 7
+_HARDLY_MORE = 1 / 128
 
 
-class _Run:
-    """Slabs in a row, with slots of one size."""
+@dataclass(frozen=True)
+class SlotStats:
+    """``used`` and ``free`` count slots by their size. ``free_slabs`` serve no size at the moment,
+    ``longest_free`` of them lie in a row.
+    """
 
-    __slots__ = ("capacity", "first", "free", "slabs", "slot_bytes")
+    used: Mapping[int, int]
+    free: Mapping[int, int]
+    free_slabs: int
+    longest_free: int
 
-    def __init__(self, first: int, slabs: int, slab_bytes: int, slot_bytes: int) -> None:
+
+class Run:
+    """Slabs in a row, from slab ``first`` on, with slots of one size.
+
+    ``not_before`` is for those who empty windows: when to look into a makeshift run again.
+    """
+
+    __slots__ = (
+        "base",
+        "capacity",
+        "first",
+        "free",
+        "is_makeshift",
+        "not_before",
+        "slabs",
+        "slot_bytes",
+    )
+
+    def __init__(
+        self, first: int, slabs: int, slab_bytes: int, slot_bytes: int, *, is_makeshift: bool
+    ) -> None:
         self.first = first
         self.slabs = slabs
         self.slot_bytes = slot_bytes
+        self.is_makeshift = is_makeshift
+        self.not_before = 0
         self.capacity = slabs * slab_bytes // slot_bytes
-        base = first * slab_bytes
-        self.free = [base + index * slot_bytes for index in reversed(range(self.capacity))]
+        self.base = first * slab_bytes
+        self.free = [self.base + index * slot_bytes for index in reversed(range(self.capacity))]
+
+    def used(self) -> list[int]:
+        """Offsets of the slots in use, ascending."""
+        free = set(self.free)
+        end = self.base + self.capacity * self.slot_bytes
+        return [slot for slot in range(self.base, end, self.slot_bytes) if slot not in free]
+
+    def all_slabs(self) -> range:
+        """Numbers of its slabs."""
+        return range(self.first, self.first + self.slabs)
 
 
 class SlotAllocator:
@@ -36,11 +86,15 @@ class SlotAllocator:
 
     def __init__(self, limit_bytes: int, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
-        self.limit_bytes = limit_bytes // slab_bytes * slab_bytes
+        self.slabs = limit_bytes // slab_bytes
+        self.limit_bytes = self.slabs * slab_bytes
         self.ready_bytes = 0
-        self._free_slabs = bytearray(limit_bytes // slab_bytes)
-        self._runs: dict[int, _Run] = {}  # by each slab of the run
-        self._partial: dict[int, dict[int, _Run]] = {}  # by slot size, then first slab
+        self._free_slabs = bytearray(self.slabs)
+        self._claimed: set[int] = set()  # slabs that are being emptied for one size
+        self._runs: dict[int, Run] = {}  # by each slab of the run
+        # By slot size, then first slab: runs that have free slots.
+        self._partial: defaultdict[int, dict[int, Run]] = defaultdict(dict)
+        self._window_slabs: dict[int, int] = {}  # by slot size
 
     @staticmethod
     def slot_bytes(size: int) -> int:
@@ -59,53 +113,163 @@ class SlotAllocator:
         return self.slot_bytes(size) <= self.limit_bytes
 
     def allocate(self, size: int) -> int | None:
-        """Offset of a slot, or None if no memory is free for it."""
+        """Offset of a slot, from a run that is there or in a free window; None if there is none."""
         slot_bytes = self.slot_bytes(size)
-        partial = self._partial.setdefault(slot_bytes, {})
+        partial = self._partial[slot_bytes]
         if not partial:
-            run = self._start_run(slot_bytes)
-            if run is None:
+            first = self._free_window(self.window_slabs(slot_bytes))
+            if first is None:
                 return None
-            partial[run.first] = run
+            return self.start_run(first, self.window_slabs(slot_bytes), slot_bytes)
+        return self._take(partial)
+
+    def allocate_anywhere(self, size: int) -> int | None:
+        """Offset of a slot in a new, makeshift run: the slabs that are free, whichever lose least.
+
+        None if no slabs that are free could hold it.
+        """
+        if self._free_slabs.find(1) < 0:
+            return None
+        slot_bytes = self.slot_bytes(size)
+
+        def loss(slabs: int) -> tuple[float, int]:
+            return slabs * self.slab_bytes % slot_bytes / slabs, slabs
+
+        for slabs in sorted(self._lengths(slot_bytes), key=loss):
+            first = self._free_slabs.find(b"\x01" * slabs)
+            if first >= 0:
+                return self.start_run(first, slabs, slot_bytes, is_makeshift=True)
+        return None
+
+    def free(self, offset: int) -> None:
+        """Give a slot back."""
+        run = self.run_of(offset)
+        run.free.append(offset)
+        if len(run.free) == run.capacity:
+            self._partial[run.slot_bytes].pop(run.first, None)
+            for slab in run.all_slabs():
+                del self._runs[slab]
+                self._free_slabs[slab] = slab not in self._claimed
+        elif not self._is_claimed(run):
+            self._partial[run.slot_bytes][run.first] = run
+
+    def stats(self) -> SlotStats:
+        """What is in use at the moment. Takes time in proportion to the number of slabs."""
+        used: Counter[int] = Counter()
+        free: Counter[int] = Counter()
+        for first, run in self._runs.items():
+            if first == run.first:
+                used[run.slot_bytes] += run.capacity - len(run.free)
+                free[run.slot_bytes] += len(run.free)
+        gaps = bytes(self._free_slabs).split(b"\x00")
+        return SlotStats(used, free, self._free_slabs.count(1), max(map(len, gaps)))
+
+    # Windows
+
+    def window_slabs(self, slot_bytes: int) -> int:
+        """How many slabs a window for slots of that size has."""
+        slabs = self._window_slabs.get(slot_bytes)
+        if slabs is None:
+            slabs = self._window_slabs[slot_bytes] = self._best_length(slot_bytes)
+        return slabs
+
+    def shortest(self, slot_bytes: int) -> int:
+        """The fewest slabs in a row that hold a slot of that size."""
+        return -(-slot_bytes // self.slab_bytes)
+
+    def window_of(self, offset: int, slot_bytes: int) -> int | None:
+        """First slab of the window around an offset; None beyond the last one."""
+        slabs = self.window_slabs(slot_bytes)
+        first = offset // self.slab_bytes // slabs * slabs
+        return first if first + slabs <= self.slabs else None
+
+    def run_of(self, offset: int) -> Run:
+        """The run that a slot in use belongs to."""
+        return self._runs[offset // self.slab_bytes]
+
+    def runs_in(self, first: int, slabs: int) -> list[Run] | None:
+        """The runs with slabs in [first, first + slabs): once they are empty, another can be there.
+
+        None if some of the slabs are not there yet, or something there is claimed.
+        """
+        runs: dict[int, Run] = {}
+        for slab in range(first, first + slabs):
+            run = self._runs.get(slab)
+            if run is not None:
+                runs[run.first] = run
+            elif not self._free_slabs[slab]:
+                return None
+        if any(self._is_claimed(run) for run in runs.values()):
+            return None
+        return list(runs.values())
+
+    def claim(self, first: int, slabs: int) -> None:
+        """Keep slabs that ``runs_in`` knows for one use: runs there give no slots any more."""
+        for slab in range(first, first + slabs):
+            self._claimed.add(slab)
+            self._free_slabs[slab] = 0
+            run = self._runs.get(slab)
+            if run is not None:
+                self._partial[run.slot_bytes].pop(run.first, None)
+
+    def is_empty(self, first: int, slabs: int) -> bool:
+        """True if no run has one of the slabs."""
+        return not any(slab in self._runs for slab in range(first, first + slabs))
+
+    def release(self, first: int, slabs: int) -> None:
+        """Give up a claim, as far as no run was started in it."""
+        claimed = self._claimed.intersection(range(first, first + slabs))
+        self._claimed -= claimed
+        for slab in claimed:
+            run = self._runs.get(slab)
+            if run is None:
+                self._free_slabs[slab] = 1
+            elif run.free and not self._is_claimed(run):
+                self._partial[run.slot_bytes][run.first] = run
+
+    def start_run(
+        self, first: int, slabs: int, slot_bytes: int, *, is_makeshift: bool = False
+    ) -> int:
+        """Let slabs that are free or claimed, and empty, serve slots of a size; the first slot."""
+        run = Run(first, slabs, self.slab_bytes, slot_bytes, is_makeshift=is_makeshift)
+        self._claimed.difference_update(run.all_slabs())
+        for slab in run.all_slabs():
+            self._runs[slab] = run
+            self._free_slabs[slab] = 0
+        offset = run.free.pop()
+        if run.free:
+            self._partial[slot_bytes][first] = run
+        return offset
+
+    def _is_claimed(self, run: Run) -> bool:
+        return bool(self._claimed) and not self._claimed.isdisjoint(run.all_slabs())
+
+    def _take(self, partial: dict[int, Run]) -> int:
         run = next(iter(partial.values()))
         offset = run.free.pop()
         if not run.free:
             del partial[run.first]
         return offset
 
-    def free(self, offset: int) -> None:
-        """Give a slot back."""
-        run = self._runs[offset // self.slab_bytes]
-        run.free.append(offset)
-        partial = self._partial[run.slot_bytes]
-        if len(run.free) == run.capacity:
-            partial.pop(run.first, None)
-            for slab in range(run.first, run.first + run.slabs):
-                del self._runs[slab]
-                self._free_slabs[slab] = 1
-        else:
-            partial[run.first] = run
+    def _free_window(self, slabs: int) -> int | None:
+        wanted = b"\x01" * slabs
+        first = self._free_slabs.find(wanted)
+        while first >= 0 and first % slabs:
+            first = self._free_slabs.find(wanted, first + slabs - first % slabs)
+        return first if first >= 0 else None
 
-    def same_run(self, offset: int) -> list[int]:
-        """Offsets of all slots in use in the run of the slot at ``offset``, this one included."""
-        run = self._runs[offset // self.slab_bytes]
-        base = run.first * self.slab_bytes
-        free = set(run.free)
-        slots = range(base, base + run.capacity * run.slot_bytes, run.slot_bytes)
-        return [slot for slot in slots if slot not in free]
+    def _lengths(self, slot_bytes: int) -> range:
+        """How many slabs a run for slots of that size may have."""
+        shortest = self.shortest(slot_bytes)
+        return range(shortest, min(shortest + _EXTRA_SLABS, self.slabs) + 1)
 
-    def _start_run(self, slot_bytes: int) -> _Run | None:
-        shortest = -(-slot_bytes // self.slab_bytes)
-        lengths = range(shortest, shortest + _EXTRA_SLABS + 1)
-        least_waste_first = sorted(
-            lengths, key=lambda slabs: (slabs * self.slab_bytes % slot_bytes / slabs, slabs)
-        )
-        for slabs in least_waste_first:
-            first = self._free_slabs.find(b"\x01" * slabs)
-            if first >= 0:
-                run = _Run(first, slabs, self.slab_bytes, slot_bytes)
-                for slab in range(first, first + slabs):
-                    self._runs[slab] = run
-                    self._free_slabs[slab] = 0
-                return run
-        return None
+    def _best_length(self, slot_bytes: int) -> int:
+        def slots_in_pool(slabs: int) -> int:
+            runs, rest = divmod(self.slabs, slabs)
+            return runs * (slabs * self.slab_bytes // slot_bytes) + (
+                rest * self.slab_bytes // slot_bytes
+            )
+
+        most = max(map(slots_in_pool, self._lengths(slot_bytes)))
+        enough = most - most * _HARDLY_MORE
+        return next(n for n in self._lengths(slot_bytes) if slots_in_pool(n) >= enough)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 
@@ -11,17 +12,15 @@ from kvdock.v1 import admin_pb2_grpc, session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
 from kvdock_server.core import Core
-from kvdock_server.index.chunk import Chunk, Part
+from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, all_chunks
 from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.status import Context, streaming, unary
 from kvdock_server.rpc.verbs import namespace_to_proto
+from kvdock_server.service.turns import in_turns
 from kvdock_server.transfer import GpuTransfers
 
-_PARTS_A_MESSAGE = 1_000
-
-# Some 10 ms, after which others are served.
-_EVICTIONS_AT_ONCE = 1_000
+_PARTS_A_MESSAGE = 250
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -37,11 +36,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     @unary
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802
         core, segment = self._core, self._pool.segment
-        leases_of: dict[int | None, int] = {}
-        locks = 0
-        for lease in core.leases:
-            leases_of[lease.owner] = leases_of.get(lease.owner, 0) + 1
-            locks += lease.locks
         counters = core.counters
         gpu = self._transfers.stats()
         totals = core.index.totals
@@ -64,7 +58,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 parts=sum(space.visible_parts for space in core.index.spaces),
                 locked_parts=core.index.pinned_parts,
                 leases=len(core.leases),
-                locks=locks,
+                locks=core.leases.locks,
                 pending_parts=core.index.pending_parts,
             ),
             sessions=[
@@ -75,7 +69,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     worker_id=session.worker_id,
                     kv_worker_id=session.kv_worker_id,
                     client=session.client,
-                    leases=leases_of.get(session.session_id, 0),
+                    leases=core.leases.count_of_owner(session.session_id),
                     reserved_chunks=session.reserved_chunks,
                     mode=types.TransferMode.ValueType(session.mode.value),
                     mode_reason=session.mode_reason,
@@ -121,15 +115,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: pb.ListChunksRequest, context: Context
     ) -> AsyncIterator[pb.ListChunksResponse]:
         space = self._core.index.space(request.namespace)
-        parts = [part for chunk in space.chunks.values() for part in chunk.parts if part]
         response = pb.ListChunksResponse()
-        for part in parts:
-            if not part.detached:
-                response.parts.append(_part_status(space, part))
-            if len(response.parts) == _PARTS_A_MESSAGE:
-                yield response
-                response = pb.ListChunksResponse()
-                await asyncio.sleep(0)
+        with contextlib.closing(all_chunks(space)) as chunks:
+            for seen, chunk in enumerate(chunks, 1):
+                if space.is_cleared:
+                    return
+                for part in chunk.parts:
+                    if part is not None:
+                        response.parts.append(_part_status(space, part))
+                    if len(response.parts) == _PARTS_A_MESSAGE:
+                        yield response
+                        response = pb.ListChunksResponse()
+                if seen % _PARTS_A_MESSAGE == 0:
+                    await asyncio.sleep(0)
         if response.parts:
             yield response
 
@@ -140,25 +138,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     @unary
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
         index = self._core.index
-        response = pb.EvictResponse()
         # Also if all is meant, so that it ends though others store meanwhile.
         wanted = request.bytes or index.sealed_bytes
-        while response.bytes < wanted:
-            parts, nbytes = index.evict(wanted - response.bytes, turns=_EVICTIONS_AT_ONCE)
-            if not parts and not nbytes:
-                break
-            response.parts += parts
-            response.bytes += nbytes
-            await asyncio.sleep(0)
-        return response
+        parts, nbytes = await in_turns(index.evict_in_steps(wanted))
+        return pb.EvictResponse(parts=parts, bytes=nbytes)
 
 
 def _part_status(space: NamespaceIndex[Chunk], part: Part) -> pb.PartStatus:
     chunk = part.chunk
+    shard_bytes = space.namespace.groups[part.position].shard_bytes
     nbytes = sum(
-        space.shard_bytes(part.position, shard)
-        for shard, offset in enumerate(part.slots)
-        if offset >= 0
+        size for size, offset in zip(shard_bytes, part.slots, strict=True) if offset != NO_SLOT
     )
     return pb.PartStatus(
         key=chunk.key,

@@ -19,6 +19,7 @@ from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import limits, verbs
 from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.status import STALL_SECONDS, Context, stalled, streaming, unary
+from kvdock_server.service.turns import in_turns
 from kvdock_server.sessions import Session
 
 DEFAULT_MESSAGE_BYTES = 128 << 10
@@ -65,15 +66,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     @unary
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
-        return verbs.reserve(self._core, self._session(request), request)
+        return await in_turns(verbs.reserve(self._core, self._session(request), request))
 
     @unary
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:  # noqa: N802
-        return verbs.commit(self._core, self._session(request), request)
+        return await in_turns(verbs.commit(self._core, self._session(request), request))
 
     @unary
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
-        return verbs.abort(self._core, self._session(request), request)
+        return await in_turns(verbs.abort(self._core, self._session(request), request))
 
     @unary
     async def Store(self, request: pb.StoreRequest, context: Context) -> pb.StoreResponse:  # noqa: N802
@@ -92,14 +93,16 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise invalid("the first message of a Put must be open")
         opened = request.open
         limits.check(opened)
-        outcomes = self._core.reserve(
-            None,
-            opened.namespace,
-            verbs.group_idx(opened),
-            opened.kv_worker_id,
-            opened.parent_key,
-            opened.keys,
-            verbs.event_data(self._core, opened),
+        outcomes = await in_turns(
+            self._core.reserve_in_steps(
+                None,
+                opened.namespace,
+                verbs.group_idx(opened),
+                opened.kv_worker_id,
+                opened.parent_key,
+                opened.keys,
+                verbs.event_data(self._core, opened),
+            )
         )
         writing = {
             index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, Slot)
@@ -108,8 +111,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             async for response in self._receive(requests, opened, outcomes, writing):
                 yield response
         finally:
-            for slot in writing.values():
-                self._core.give_back(slot)
+            self._core.give_back_all(writing.values())
 
     async def _receive(
         self,

@@ -25,6 +25,7 @@ from kvdock_server.service.memory import ExportedMemory
 from kvdock_server.service.retrieve import RetrievedChunk
 from kvdock_server.service.store import StoreCall
 from kvdock_server.sessions import Mode
+from kvdock_server.steps import Steps
 from kvdock_server.transfer import BlockRegion, DeviceAllocation, GroupMemory, LayoutError
 
 MAX_EVENT_DATA_BYTES = 1 << 20
@@ -42,7 +43,7 @@ def statuses(of_chunks: Iterable[ChunkStatus]) -> list[types.ChunkStatus.ValueTy
     return [types.ChunkStatus.ValueType(status.value) for status in of_chunks]
 
 
-def retrieved(core: Core, chunks: Iterable[RetrievedChunk]) -> pb.RetrieveResponse:
+def retrieved(core: Core, chunks: Iterable[RetrievedChunk]) -> Steps[pb.RetrieveResponse]:
     """The answer to a Retrieve."""
     response = pb.RetrieveResponse(epoch=core.epoch)
     for status, shard in chunks:
@@ -50,6 +51,7 @@ def retrieved(core: Core, chunks: Iterable[RetrievedChunk]) -> pb.RetrieveRespon
             status=types.ChunkStatus.ValueType(status.value),
             location=None if shard is None else location(shard),
         )
+        yield
     return response
 
 

@@ -10,6 +10,7 @@ from kvdock_server.rpc import conversions
 from kvdock_server.service.memory import RegisteredMemory
 from kvdock_server.service.retrieve import Retrieves
 from kvdock_server.service.store import DeviceStores
+from kvdock_server.service.turns import in_turns
 from kvdock_server.sessions import Mode, Session
 from kvdock_server.transfer import GpuTransfers
 
@@ -47,7 +48,8 @@ class Copies:
     ) -> pb.RetrieveResponse:
         """Deliver locked chunks in the way of the session's mode."""
         call = conversions.retrieve_call(request)
-        return conversions.retrieved(self._core, await self._retrieves.retrieve(session, call))
+        chunks = await self._retrieves.retrieve(session, call)
+        return await in_turns(conversions.retrieved(self._core, chunks))
 
     async def release(self, session: Session) -> None:
         """End the session's copies and let go of its device memory."""

@@ -17,6 +17,7 @@ from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import limits, verbs
 from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.status import Context, abort, as_request_error, to_proto
+from kvdock_server.service.turns import in_turns
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class _SessionStream:
                 self._tasks.add(task)
                 task.add_done_callback(self._copied)
             else:
-                await self.write(self._answer(request, kind))
+                await self.write(await self._answer(request, kind))
 
     async def write(self, response: pb.SessionResponse) -> None:
         """Send one answer; answers of copies come from tasks of their own."""
@@ -166,10 +167,6 @@ class _SessionStream:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:  # also when the call is cancelled meanwhile, as it is when its client is gone
             await self._copies.release(self._session)
-        # One by one: all at once could keep everybody else waiting.
-        for lease in self._core.leases.of_owner(self._session.session_id):
-            self._core.leases.release(lease)
-            await asyncio.sleep(0)
 
     def _takes_time(self, kind: str | None) -> bool:
         by_server = self._session.mode is sessions.Mode.SERVER
@@ -187,7 +184,7 @@ class _SessionStream:
         self._tasks.discard(task)
         self._room.release()
 
-    def _answer(self, request: pb.SessionRequest, kind: str | None) -> pb.SessionResponse:
+    async def _answer(self, request: pb.SessionRequest, kind: str | None) -> pb.SessionResponse:
         response = pb.SessionResponse(id=request.id)
         try:
             self._check(request, kind)
@@ -195,6 +192,10 @@ class _SessionStream:
                 response.heartbeat.epoch = self._core.epoch
             elif kind in verbs.VERBS:
                 answer = verbs.VERBS[kind](self._core, self._session, getattr(request, kind))
+                getattr(response, kind).CopyFrom(answer)
+            elif kind in verbs.VERBS_IN_STEPS:
+                verb = verbs.VERBS_IN_STEPS[kind]
+                answer = await in_turns(verb(self._core, self._session, getattr(request, kind)))
                 getattr(response, kind).CopyFrom(answer)
             else:
                 raise invalid(f"a session takes no {kind or 'empty message'} here")

@@ -1,7 +1,8 @@
 """The verbs as functions from message to message.
 
 CacheService and the session stream share them: ``VERBS`` has, for each kind of request that is
-answered at once, the function that answers it.
+answered at once, the function that answers it, ``VERBS_IN_STEPS`` those for which others wait no
+longer than for a step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvdock_server.rpc.conversions import namespace_from_proto, retrieve_call, r
 from kvdock_server.rpc.conversions import namespace_to_proto as namespace_to_proto
 from kvdock_server.service.retrieve import locate
 from kvdock_server.sessions import Mode, Session
+from kvdock_server.steps import Steps
 
 RESERVE_STATUS = {
     ReserveStatus.RESERVED: types.CHUNK_STATUS_RESERVED,
@@ -79,9 +81,11 @@ def free_locks(
     return pb.FreeLocksResponse(epoch=core.epoch, released=released)
 
 
-def reserve(core: Core, session: Session | None, request: pb.ReserveRequest) -> pb.ReserveResponse:
+def reserve(
+    core: Core, session: Session | None, request: pb.ReserveRequest
+) -> Steps[pb.ReserveResponse]:
     session = check_session(session, Mode.SHARED)
-    outcomes = core.reserve(
+    outcomes = yield from core.reserve_in_steps(
         session,
         request.namespace,
         group_idx(request),
@@ -90,24 +94,31 @@ def reserve(core: Core, session: Session | None, request: pb.ReserveRequest) -> 
         request.keys,
         event_data(core, request),
     )
+    response = pb.ReserveResponse(epoch=core.epoch)
+    try:
+        for outcome in outcomes:
+            if isinstance(outcome, Slot):
+                part = outcome.part
+                nbytes = part.chunk.space.shard_bytes(part.position, outcome.shard)
+                location = types.Location(offset=outcome.offset, length=nbytes)
+                response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
+            else:
+                response.chunks.add(status=RESERVE_STATUS[outcome])
+            yield
+    except BaseException:  # nobody awaits the answer any more
+        core.give_back_all(outcome for outcome in outcomes if isinstance(outcome, Slot))
+        raise
     reservation = core.open_reservation(session, outcomes)
-    response = pb.ReserveResponse(
-        epoch=core.epoch, reservation_id=reservation.reservation_id if reservation else 0
-    )
-    for outcome in outcomes:
-        if isinstance(outcome, Slot):
-            part = outcome.part
-            nbytes = part.chunk.space.shard_bytes(part.position, outcome.shard)
-            location = types.Location(offset=outcome.offset, length=nbytes)
-            response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
-        else:
-            response.chunks.add(status=RESERVE_STATUS[outcome])
+    if reservation is not None:
+        response.reservation_id = reservation.reservation_id
     return response
 
 
-def commit(core: Core, session: Session | None, request: pb.CommitRequest) -> pb.CommitResponse:
+def commit(
+    core: Core, session: Session | None, request: pb.CommitRequest
+) -> Steps[pb.CommitResponse]:
     session = check_session(session, Mode.SHARED)
-    sealed = core.commit(session, request.reservation_id, request.chunks)
+    sealed = yield from core.commit_in_steps(session, request.reservation_id, request.chunks)
     return pb.CommitResponse(
         epoch=core.epoch,
         statuses=[
@@ -116,24 +127,26 @@ def commit(core: Core, session: Session | None, request: pb.CommitRequest) -> pb
     )
 
 
-def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> pb.AbortResponse:
+def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> Steps[pb.AbortResponse]:
     session = check_session(session, Mode.SHARED)
-    return pb.AbortResponse(epoch=core.epoch, aborted=core.abort(session, request.reservation_id))
+    aborted = yield from core.abort_in_steps(session, request.reservation_id)
+    return pb.AbortResponse(epoch=core.epoch, aborted=aborted)
 
 
 def retrieve_shared(
     core: Core, session: Session | None, request: pb.RetrieveRequest
-) -> pb.RetrieveResponse:
+) -> Steps[pb.RetrieveResponse]:
     """Retrieve for clients that copy by themselves: where the chunks lie."""
-    return retrieved(core, locate(core, session, retrieve_call(request)))
+    located = yield from locate(core, session, retrieve_call(request))
+    return (yield from retrieved(core, located))
 
 
-Verb = Callable[[Core, Session | None, Any], Any]
-
-VERBS: dict[str, Verb] = {
+VERBS: dict[str, Callable[[Core, Session | None, Any], Any]] = {
     "register_namespace": register_namespace,
     "lookup": lookup,
     "free_locks": free_locks,
+}
+VERBS_IN_STEPS: dict[str, Callable[[Core, Session | None, Any], Steps[Any]]] = {
     "reserve": reserve,
     "commit": commit,
     "abort": abort,

@@ -10,6 +10,7 @@ from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.pool.pool import Pool
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
+from kvdock_server.service.turns import in_turns
 from kvdock_server.writing import Writing
 
 
@@ -78,8 +79,10 @@ class Inline:
         event_data: Sequence[bytes],
     ) -> AsyncIterator[Put]:
         """Take one shard of chunks of a prompt, as in ``Core.reserve``."""
-        outcomes = self._core.reserve(
-            None, namespace, group_idx, shard, parent_key, keys, event_data
+        outcomes = await in_turns(
+            self._core.reserve_in_steps(
+                None, namespace, group_idx, shard, parent_key, keys, event_data
+            )
         )
         with Writing(self._core, outcomes) as writing:
             space = self._core.index.space(namespace)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvdock_server.core import Core, LocatedShard, check_session
-from kvdock_server.reading import LockedShards
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.loads import DeviceLoads, RetrieveCall
 from kvdock_server.service.memory import RegisteredMemory
+from kvdock_server.service.turns import in_turns
 from kvdock_server.sessions import Mode, Session
+from kvdock_server.steps import Steps
 
 
 class RetrievedChunk(NamedTuple):
@@ -31,19 +32,19 @@ class Retrieves:
         if session is not None and session.mode is Mode.SERVER:
             statuses = await self._loads.load(session, call)
             return [RetrievedChunk(status) for status in statuses]
-        return locate(self._core, session, call)
+        return await in_turns(locate(self._core, session, call))
 
 
-def locate(core: Core, session: Session | None, call: RetrieveCall) -> list[RetrievedChunk]:
+def locate(core: Core, session: Session | None, call: RetrieveCall) -> Steps[list[RetrievedChunk]]:
     """Where chunks lie, for a client that copies by itself."""
     if call.copy.names_blocks or call.also_fill or call.filled_by is not None:
         # Perhaps of a session that was of server mode a moment ago: nobody would copy.
         check_session(session, Mode.SERVER)
-    locked = LockedShards(core, session, call.chunks, shard=call.shard, reader=call.reader)
-    core.count_retrieved(list(locked.located.values()))
-    return [
-        RetrievedChunk(ChunkStatus.NOT_LOCKED)
-        if shard is None
-        else RetrievedChunk(ChunkStatus.RETRIEVED, shard)
-        for shard in locked.shards
-    ]
+    located = yield from core.locate_in_steps(session, *call.chunks, call.shard, call.reader)
+    core.count_retrieved([shard for shard in located if shard is not None])
+    chunks = []
+    for shard in located:
+        status = ChunkStatus.NOT_LOCKED if shard is None else ChunkStatus.RETRIEVED
+        chunks.append(RetrievedChunk(status, shard))
+        yield
+    return chunks

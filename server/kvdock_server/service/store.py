@@ -14,6 +14,7 @@ from kvdock_server.index.index import Slot
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.memory import RegisteredMemory
+from kvdock_server.service.turns import in_turns
 from kvdock_server.sessions import Mode, Session
 from kvdock_server.transfer import DeviceMemoryError, TransferFailedError
 from kvdock_server.writing import Writing
@@ -46,14 +47,16 @@ class DeviceStores:
         group = self._memory.of(session, call.namespace, call.group_idx)
         blocks = call.copy.blocks(group.layout, len(call.keys))
         deadline = call.copy.deadline(self._core.clock())
-        outcomes = self._core.reserve(
-            session,
-            call.namespace,
-            call.group_idx,
-            session.kv_worker_id,
-            call.parent_key,
-            call.keys,
-            call.event_data,
+        outcomes = await in_turns(
+            self._core.reserve_in_steps(
+                session,
+                call.namespace,
+                call.group_idx,
+                session.kv_worker_id,
+                call.parent_key,
+                call.keys,
+                call.event_data,
+            )
         )
         statuses = [
             ChunkStatus.FAILED if isinstance(outcome, Slot) else OF_RESERVE[outcome]
@@ -78,7 +81,6 @@ class DeviceStores:
                 logger.warning("a store of %d chunks failed: %s", len(chunks), error)
                 return statuses
             self._core.counters.device_to_host_bytes += len(chunks) * group.layout.chunk_bytes
-            for chunk in chunks:
-                if writing.seal(chunk):
-                    statuses[chunk] = ChunkStatus.STORED
+            for chunk in await in_turns(self._core.seal_all(writing.open)):
+                statuses[chunk] = ChunkStatus.STORED
         return statuses

@@ -1,0 +1,284 @@
+"""Emptying slabs in a row, so that they can serve slots of another size (see pool/slots.py).
+
+They are emptied of all chunks that lie there, and of all that extends those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple, Protocol
+
+from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, with_descendants
+from kvdock_server.pool.slots import Run, SlotAllocator
+from kvdock_server.steps import Steps
+
+# What extends the chunks in a place may be everything, if the beginning of all prompts lies there.
+# So a place that costs a chunk for each of its slots is taken at once, else the cheapest of a few;
+# and one that costs very many only where there is no other.
+_PLACES_TO_CHOOSE_FROM: Final = 16
+_CHUNKS_FOR_A_SLOT: Final = 4
+_CHUNKS_AT_ONCE: Final = 20_000
+
+_LOOKS_A_STEP: Final = 128
+_MOST_KINDS: Final = 64
+
+
+class Evict(Protocol):
+    """Takes parts of a chunk out of the index."""
+
+    def __call__(self, chunk: Chunk, *parts: Part | None) -> None: ...
+
+
+class _Contents(NamedTuple):
+    """Chunks that lie in slots, and what would leave with them."""
+
+    roots: list[Chunk]
+    chunks: int
+    newest: int  # the last use of any
+
+    @classmethod
+    def of(cls, *several: _Contents) -> _Contents:
+        """The contents of several together."""
+        return cls(
+            [root for one in several for root in one.roots],
+            sum(one.chunks for one in several),
+            max(one.newest for one in several),
+        )
+
+    @property
+    def are_cheap(self) -> bool:
+        """True if no more chunks leave than there are slots in use."""
+        return self.chunks <= len(self.roots)
+
+
+class _Kind(NamedTuple):
+    """Places for slots of one size: its windows, or wherever the fewest slabs hold a slot."""
+
+    slot_bytes: int
+    slabs: int
+    are_windows: bool
+
+
+class _Place(NamedTuple):
+    """Slabs in a row, by the last use of what was found there when they were looked into.
+
+    Of places used at one time the later ones come first: the slots of a prompt ascend, so that its
+    end lies there.
+    """
+
+    newest: int
+    minus_first: int  # slab
+
+
+class Windows:
+    """Empties windows, and other slabs in a row. ``sealed`` has the part of each sealed slot."""
+
+    def __init__(self, slots: SlotAllocator, sealed: dict[int, Part], evict: Evict) -> None:
+        self._slots = slots
+        self._sealed = sealed
+        self._evict = evict
+        # Heaps. What lies in a place was last used then, or later. (Or before, where something has
+        # left since: it is looked into too late then.)
+        self._places: dict[_Kind, list[_Place]] = {}
+
+    def empty_window(
+        self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
+    ) -> Steps[int | None]:
+        """A slot in a window that served no slots of that size, and in which all was used before.
+
+        None if there is none. ``now`` is the use for which it is wanted.
+        """
+        kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
+        return (yield from self._empty_one(kind, before, now, at_any_cost))
+
+    def empty_gap(
+        self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
+    ) -> Steps[int | None]:
+        """Likewise in a makeshift run, in slabs that need be no window."""
+        shortest = self._slots.shortest(slot_bytes)
+        if shortest == self._slots.window_slabs(slot_bytes) == 1:
+            return None  # all are windows
+        kind = _Kind(slot_bytes, shortest, are_windows=False)
+        return (yield from self._empty_one(kind, before, now, at_any_cost))
+
+    def rebuild_around(self, own: Part, slot_bytes: int, now: int) -> Steps[int | None]:
+        """If a part lies in a makeshift run, a slot in the window around it, which is emptied.
+
+        Once all that is there is about as old as the part: of its size, used before half of the
+        time since the part was; of others, before the part. And no more chunks lie there than
+        there are slots then; those that extend them leave their own. None if it is not so.
+        """
+        kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
+        makeshift = self._makeshift_run(own, slot_bytes)
+        half_time = (own.last_used + now) // 2
+        if makeshift is None or makeshift.not_before >= half_time:
+            return None
+        first = self._slots.window_of(makeshift.base, slot_bytes)
+        runs = self._slots.runs_in(first, kind.slabs) if first is not None else None
+        makeshift.not_before = half_time
+        if first is None or runs is None:
+            return None
+        slots = kind.slabs * self._slots.slab_bytes // slot_bytes
+        most = _CHUNKS_FOR_A_SLOT * slots
+        mine = yield from self._look_into([r for r in runs if r.slot_bytes == slot_bytes], most)
+        others = yield from self._look_into([r for r in runs if r.slot_bytes != slot_bytes], most)
+        if mine is None or others is None or max(mine.chunks, others.chunks) > most:
+            return None
+        contents = _Contents.of(mine, others)
+        if mine.newest >= half_time or others.newest >= own.last_used:
+            makeshift.not_before = contents.newest
+            return None
+        if len(contents.roots) > slots:
+            return None
+        return (yield from self._empty(kind, first, contents))
+
+    def _makeshift_run(self, own: Part, slot_bytes: int) -> Run | None:
+        for offset in own.slots:
+            run = self._slots.run_of(offset) if offset != NO_SLOT else None
+            if run is not None and run.is_makeshift and run.slot_bytes == slot_bytes:
+                return run
+        return None
+
+    # Choosing
+
+    def _empty_one(
+        self, kind: _Kind, before: int, now: int, at_any_cost: bool
+    ) -> Steps[int | None]:
+        while True:
+            chosen = yield from self._choose(kind, before, now, at_any_cost)
+            if chosen is None:
+                return None
+            offset = yield from self._empty(kind, *chosen)
+            if offset is not None:
+                return offset
+
+    def _choose(
+        self, kind: _Kind, before: int, now: int, at_any_cost: bool
+    ) -> Steps[tuple[int, _Contents] | None]:
+        """First slab and contents of a place to empty: a cheap one, or the cheapest of some.
+
+        The longest unused are looked into first. Each is ranked anew by what was found there: as
+        used now if it cannot be emptied, as used at the limit if that would cost very much.
+        """
+        places = self._places.get(kind)
+        if places is None:
+            places = yield from self._rank_all(kind)
+        best: tuple[int, _Contents] | None = None
+        dear: int | None = None
+        looked_into: list[_Place] = []
+        candidates = 0
+        try:
+            while candidates < _PLACES_TO_CHOOSE_FROM and places and places[0].newest < before:
+                place = heappop(places)
+                looked_into.append(place._replace(newest=now))
+                yield
+                first = -place.minus_first
+                most = best[1].chunks if best is not None else _CHUNKS_AT_ONCE
+                contents = yield from self._contents(kind, first, most)
+                if contents is None:
+                    continue
+                looked_into[-1] = place._replace(newest=contents.newest)
+                if contents.newest >= before:
+                    continue
+                candidates += 1
+                if contents.chunks <= most:
+                    best = first, contents
+                    is_oldest = not places or contents.newest <= places[0].newest
+                    if contents.are_cheap and is_oldest:
+                        return best
+                elif best is None and not at_any_cost:
+                    looked_into[-1] = place._replace(newest=before)
+                elif dear is None:
+                    dear = first
+        finally:
+            for place in looked_into:
+                heappush(places, place)
+        if best is None and dear is not None:
+            contents = yield from self._contents(kind, dear, None)
+            if contents is not None and contents.newest < before:
+                best = dear, contents
+        return best
+
+    def _rank_all(self, kind: _Kind) -> Steps[list[_Place]]:
+        """All places of a kind, each by a use of something that lies there."""
+        places: list[_Place] = []
+        step = kind.slabs if kind.are_windows else 1
+        for first in range(0, self._slots.slabs - kind.slabs + 1, step):
+            parts = [self._sealed.get(r.base) for r in self._slots.runs_in(first, kind.slabs) or ()]
+            newest = max((part.chunk.last_used for part in parts if part is not None), default=0)
+            places.append(_Place(newest, -first))
+            yield
+        heapify(places)
+        if len(self._places) == _MOST_KINDS:
+            del self._places[next(iter(self._places))]
+        return self._places.setdefault(kind, places)
+
+    def _contents(self, kind: _Kind, first: int, most: int | None) -> Steps[_Contents | None]:
+        """What lies in a place, with what extends it; None if it cannot be emptied for that size.
+
+        Not if somebody uses it, it serves that size already, or another is being emptied there.
+        """
+        runs = self._slots.runs_in(first, kind.slabs)
+        if not runs or any(run.slot_bytes == kind.slot_bytes for run in runs):
+            return None
+        return (yield from self._look_into(runs, most))
+
+    def _look_into(self, runs: Iterable[Run], most: int | None) -> Steps[_Contents | None]:
+        """What lies in runs, with what extends it; None if somebody uses it.
+
+        Looks no further than beyond ``most`` chunks.
+        """
+        roots: list[Chunk] = []
+        for run in runs:
+            for offset in run.used():
+                part = self._sealed.get(offset)
+                if part is None or part.is_gone:
+                    return None  # it is being written, or what was cleared is being read
+                roots.append(part.chunk)
+            yield
+        chunks = newest = 0
+        for chunk in with_descendants(roots):
+            if chunk.in_use:
+                return None
+            chunks += 1
+            newest = max(newest, chunk.last_used)
+            if most is not None and chunks > most:
+                break
+            if chunks % _LOOKS_A_STEP == 0:
+                yield
+        return _Contents(roots, chunks, newest)
+
+    # Emptying
+
+    def _empty(self, kind: _Kind, first: int, contents: _Contents) -> Steps[int | None]:
+        """Empty a place for slots of its size; one of them, None if others came between."""
+        if self._slots.runs_in(first, kind.slabs) is None:
+            return None
+        self._slots.claim(first, kind.slabs)
+        try:
+            for root in contents.roots:
+                if not (yield from self._evict_all(root, contents.newest)):
+                    return None
+            if not self._slots.is_empty(first, kind.slabs):
+                return None
+            if kind.are_windows:
+                return self._slots.start_run(first, kind.slabs, kind.slot_bytes)
+        finally:
+            self._slots.release(first, kind.slabs)
+        return self._slots.allocate_anywhere(kind.slot_bytes)
+
+    def _evict_all(self, root: Chunk, newest: int) -> Steps[bool]:
+        """Evict a chunk and what extends it, children before parents; False if some was used."""
+        chunk = root
+        while root.is_known:
+            while chunk.first_child is not None:
+                chunk = chunk.first_child
+            if chunk.in_use or chunk.last_used > newest:
+                return False
+            above = chunk.parent
+            self._evict(chunk, *chunk.parts)
+            yield
+            if chunk is not root and above is not None:
+                chunk = above
+        return True

@@ -1,0 +1,32 @@
+"""Carrying out work in steps on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final, TypeVar
+
+from kvdock_server.steps import Steps
+
+T = TypeVar("T")
+
+# An answer takes some rounds of the loop: whoever asks meanwhile waits for as many of these.
+_TURN_SECONDS: Final = 0.002
+
+
+async def in_turns(steps: Steps[T]) -> T:
+    """Carry out steps, and let the loop serve others every two milliseconds; their result.
+
+    Cancelled, it ends them where they are, and they undo what they have to.
+    """
+    try:
+        while True:
+            end = time.monotonic() + _TURN_SECONDS
+            while time.monotonic() < end:
+                next(steps)
+            await asyncio.sleep(0)
+    except StopIteration as ended:
+        result: T = ended.value
+        return result
+    finally:
+        steps.close()
