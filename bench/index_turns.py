@@ -27,6 +27,7 @@ from report import Row, milliseconds, print_report
 from kvdock.v1 import admin_pb2, cache_pb2
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.admin import AdminService
+from kvdock_server.service.service import Service
 from kvdock_server.sessions import Role
 
 PARTS: Final = 1_000_000
@@ -126,10 +127,11 @@ class Turns:
             )
             if hit.hit_chunks != MANY:
                 raise RuntimeError("a lookup of cached chunks missed")
+        service: Any = Service(core, None, None)  # type: ignore[arg-type]
         retrieve = cache_pb2.RetrieveRequest(lease_id=hit.lease_id)
         await measure(
             f"Retrieve of {MANY:,} chunks, shared",
-            lambda: verbs.retrieve_shared(core, scheduler, retrieve),
+            lambda: verbs.retrieve(service, scheduler, retrieve),
         )
         await measure(
             f"end of a session with 8 leases on {MANY:,} chunks",

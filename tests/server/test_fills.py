@@ -17,6 +17,7 @@ from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.rpc import verbs
 from kvdock_server.service import fills
 from kvdock_server.sessions import Role
 
@@ -233,7 +234,7 @@ async def test_a_reader_that_does_not_fit_is_refused_and_hears_of_it(
         await engine.lead(lease)
     assert await asking == [FAILED] * 4
     assert not other.cache.any()
-    await engine.copies.release(other.session)
+    await engine.service.memory.release(other.session)
     engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
 
 
@@ -255,7 +256,7 @@ async def register_elsewhere(engine: Engine, reader: int) -> None:
     request.allocations.add(ipc_handle=handle, bytes=CHUNK, device_uuid=uuid(reader))
     group = request.groups.add(num_blocks=1, blocks_per_chunk=1)
     group.regions.add(allocation=0, offset=0, block_stride=CHUNK, page_bytes=CHUNK)
-    await engine.copies.register_memory(engine.workers[reader].session, request)
+    await verbs.register_memory(engine.service, engine.workers[reader].session, request)
 
 
 @pytest.mark.parametrize("elsewhere", ["another engine", "shared mode", "another namespace"])
@@ -269,7 +270,7 @@ async def test_who_has_no_memory_registered_is_left_to_itself(
         await engine.leave(2)
         engine.workers[2] = await engine.worker(2, 2, engine="another")
     elif elsewhere == "shared mode":
-        await engine.copies.release(engine.workers[2].session)
+        await engine.service.memory.release(engine.workers[2].session)
     else:
         await register_elsewhere(engine, 2)
     assert await engine.lead(lease) == [RETRIEVED] * 4
@@ -376,9 +377,9 @@ async def test_another_engines_lease_is_no_ones_to_ask_for(engine: Engine) -> No
     lease = engine.lookup()
     request = pb.RetrieveRequest(lease_id=lease, reader=1, end_chunk=4, filled_by=0, timeout_ms=100)
     with pytest.raises(RequestError) as caught:
-        await engine.copies.retrieve(stranger.session, request)
+        await verbs.retrieve(engine.service, stranger.session, request)
     assert caught.value.reason is Reason.FOREIGN_LEASE
-    await engine.copies.release(stranger.session)
+    await engine.service.memory.release(stranger.session)
     await engine.lead(lease)
 
 
@@ -388,7 +389,7 @@ async def test_other_modes_have_no_followers(engine: Engine) -> None:
     for fields in ({"also_fill": [2]}, {"filled_by": 0, "end_chunk": 4}):
         request = pb.RetrieveRequest(lease_id=lease, reader=1, **fields)  # type: ignore[arg-type]
         with pytest.raises(RequestError) as caught:
-            await engine.copies.retrieve(session, request)
+            await verbs.retrieve(engine.service, session, request)
         assert caught.value.reason is Reason.WRONG_MODE
     await engine.lead(lease)
 
@@ -410,7 +411,7 @@ async def test_a_session_that_ends_while_it_registers_anew_leaves_nothing_mapped
     session = engine.workers[0].session
     anew = asyncio.create_task(engine.worker(0, 0, session=session))
     for _ in range(10_000):  # until it lets go of what was there
-        if session not in engine.copies._memory._memory:
+        if session not in engine.service.memory._memory:
             break
         await asyncio.sleep(0)
     anew.cancel()
@@ -434,7 +435,7 @@ async def store(engine: Engine, **fields: Any) -> set[types.ChunkStatus.ValueTyp
     request = pb.StoreRequest(
         namespace="model", keys=keys, block_ids=range(4 * PER_CHUNK), timeout_ms=5000, **fields
     )
-    response = await engine.copies.store(engine.workers[0].session, request)
+    response = await verbs.store(engine.service, engine.workers[0].session, request)
     found = engine.core.lookup(engine.scheduler, "model", keys, probe=True).chunks
     assert found == (len(keys) if set(response.statuses) == {types.CHUNK_STATUS_STORED} else 0)
     assert engine.core.index.reserved_bytes == 0
@@ -481,7 +482,7 @@ async def test_the_next_registration_of_a_worker_ends_what_its_last_session_aske
     ]
     request = pb.RetrieveRequest(lease_id=engine.lookup(), reader=reader, block_ids=TARGET)
     with pytest.raises(RequestError) as caught:
-        await engine.copies.retrieve(old.session, request)
+        await verbs.retrieve(engine.service, old.session, request)
     assert caught.value.reason is Reason.DEVICE_MEMORY
     assert not old.cache.any()
     engine.core.close_session(engine.scheduler)

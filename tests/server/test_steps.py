@@ -21,6 +21,8 @@ from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
 from kvdock_server.rpc import verbs
+from kvdock_server.rpc.conversions import retrieve_call, retrieved
+from kvdock_server.service.retrieve import locate
 from kvdock_server.service.turns import in_turns
 from kvdock_server.sessions import Role, Session
 from kvdock_server.steps import Backlog, Steps, at_once
@@ -68,6 +70,12 @@ def worker(core: Core) -> Session:
 def reserve(core: Core, session: Session, keys: list[bytes]) -> Steps[pb.ReserveResponse]:
     request = pb.ReserveRequest(namespace="n", keys=keys)
     return verbs.reserve(core, session, request)
+
+
+def retrieve(core: Core, session: Session, lease_id: int) -> Steps[pb.RetrieveResponse]:
+    call = retrieve_call(pb.RetrieveRequest(lease_id=lease_id))
+    chunks = yield from locate(core, session, call)
+    return (yield from retrieved(core, chunks))
 
 
 def go(steps: Steps[Any], number: int) -> None:
@@ -474,8 +482,7 @@ def test_no_step_is_a_large_part_of_a_call_about_8192_chunks() -> None:
     for _ in range(4):
         lease = core.lookup(owner, "n", keys_of(4, most), readers=8).lease
         assert lease is not None
-    retrieve = pb.RetrieveRequest(lease_id=lease.lease_id)
-    share["retrieve"], _ = longest_step(verbs.retrieve_shared(core, owner, retrieve))
+    share["retrieve"], _ = longest_step(retrieve(core, owner, lease.lease_id))
     share["end of a session"] = longest_of_the_rest(core, lambda: core.close_session(owner))
     share["evict"], _ = longest_step(core.index.evict_in_steps(most // 2 * PAGE_BYTES))
     share["clear"] = longest_of_the_rest(core, lambda: core.clear("n"))

@@ -1,24 +1,33 @@
 """The verbs as functions from message to message.
 
-CacheService and the session stream share them: ``VERBS`` has, for each kind of request that is
-answered at once, the function that answers it, ``VERBS_IN_STEPS`` those for which others wait no
-longer than for a step.
+CacheService and the session stream share them. Some are answered at once, some in steps, so that
+others wait no longer than for a step, and some wait themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvdock.v1 import cache_pb2 as pb
+from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core, check_session
+from kvdock_server.errors import invalid
 from kvdock_server.index.index import ReserveStatus, Slot
-from kvdock_server.rpc.conversions import event_data as event_data
-from kvdock_server.rpc.conversions import group_idx as group_idx
-from kvdock_server.rpc.conversions import namespace_from_proto, retrieve_call, retrieved
-from kvdock_server.rpc.conversions import namespace_to_proto as namespace_to_proto
-from kvdock_server.service.retrieve import locate
+from kvdock_server.rpc.conversions import (
+    event_data,
+    exported_memory,
+    group_idx,
+    namespace_from_proto,
+    retrieve_call,
+    retrieved,
+    statuses,
+    store_call,
+    wanted_mode,
+)
+from kvdock_server.service.service import Service
+from kvdock_server.service.turns import in_turns
 from kvdock_server.sessions import Mode, Session
 from kvdock_server.steps import Steps
 
@@ -133,22 +142,55 @@ def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> Step
     return pb.AbortResponse(epoch=core.epoch, aborted=aborted)
 
 
-def retrieve_shared(
-    core: Core, session: Session | None, request: pb.RetrieveRequest
-) -> Steps[pb.RetrieveResponse]:
-    """Retrieve for clients that copy by themselves: where the chunks lie."""
-    located = yield from locate(core, session, retrieve_call(request))
-    return (yield from retrieved(core, located))
+async def register_memory(
+    service: Service, session: Session | None, request: session_pb2.RegisterMemoryRequest
+) -> session_pb2.RegisterMemoryResponse:
+    wanted = wanted_mode(request)
+    exports = wanted is Mode.SERVER or (wanted is None and request.allocations)
+    exported = exported_memory(request) if exports else None
+    mode, reason = await service.memory.register(session, wanted, exported)
+    return session_pb2.RegisterMemoryResponse(
+        epoch=service.core.epoch, mode=types.TransferMode.ValueType(mode.value), reason=reason
+    )
 
 
-VERBS: dict[str, Callable[[Core, Session | None, Any], Any]] = {
+async def store(
+    service: Service, session: Session | None, request: pb.StoreRequest
+) -> pb.StoreResponse:
+    became = await service.stores.store(session, store_call(service.core, request))
+    return pb.StoreResponse(epoch=service.core.epoch, statuses=statuses(became))
+
+
+async def retrieve(
+    service: Service, session: Session | None, request: pb.RetrieveRequest
+) -> pb.RetrieveResponse:
+    chunks = await service.retrieves.retrieve(session, retrieve_call(request))
+    return await in_turns(retrieved(service.core, chunks))
+
+
+_AT_ONCE: dict[str, Callable[[Core, Session | None, Any], Any]] = {
     "register_namespace": register_namespace,
     "lookup": lookup,
     "free_locks": free_locks,
 }
-VERBS_IN_STEPS: dict[str, Callable[[Core, Session | None, Any], Steps[Any]]] = {
+_IN_STEPS: dict[str, Callable[[Core, Session | None, Any], Steps[Any]]] = {
     "reserve": reserve,
     "commit": commit,
     "abort": abort,
-    "retrieve": retrieve_shared,
 }
+_WAITING: dict[str, Callable[[Service, Session | None, Any], Awaitable[Any]]] = {
+    "register_memory": register_memory,
+    "store": store,
+    "retrieve": retrieve,
+}
+
+
+async def answer(service: Service, session: Session | None, kind: str, request: Any) -> Any:
+    """The answer to a request of a kind; RequestError if there is no such verb."""
+    if kind in _AT_ONCE:
+        return _AT_ONCE[kind](service.core, session, request)
+    if kind in _IN_STEPS:
+        return await in_turns(_IN_STEPS[kind](service.core, session, request))
+    if kind in _WAITING:
+        return await _WAITING[kind](service, session, request)
+    raise invalid(f"a session takes no {kind} here")
