@@ -72,10 +72,10 @@ class _Sleep(NamedTuple):
 class _Look(NamedTuple):
     """What was seen at one moment. Times are in seconds, and only their differences count.
 
-    ``stack`` leads from the current frame to the callback's first. It is empty while the loop waits
-    and while what runs does not count. ``computed`` is how long the loop's thread has used a
-    processor, ``kept_waiting`` how long the watchdog has waited for one. ``sleep`` is None while
-    the loop's thread is awake.
+    ``stack`` leads from the current frame to the one that called the callback. It is empty while
+    the loop waits and while what runs does not count. ``computed`` is how long the loop's thread
+    has used a processor, ``kept_waiting`` how long the watchdog has waited for one. ``sleep`` is
+    None while the loop's thread is awake.
     """
 
     at: float
@@ -86,7 +86,7 @@ class _Look(NamedTuple):
 
     @property
     def callback(self) -> FrameType | None:
-        """Tells one callback from another."""
+        """Tells one callback from another, also where one task has its turn again."""
         return self.stack[-1][0] if self.stack else None
 
 
@@ -148,7 +148,7 @@ class Watchdog:
             seconds = held_up.seconds + (_held_up(last, look) if counts else 0.0)
             stack = held_up.stack
             if seconds >= self._limit and not stack:
-                stack = "".join(traceback.StackSummary.extract(reversed(look.stack)).format())
+                stack = "".join(traceback.StackSummary.extract(look.stack[-2::-1]).format())
             held_up = HoldUp(seconds, stack)
             last = look
         self._tell(held_up)
@@ -172,7 +172,7 @@ class Watchdog:
         counts = not self._only
         for frame, line in traceback.walk_stack(sys._current_frames()[self._main]):
             if frame.f_code is _RUN:
-                return stack if counts else []
+                return [*stack, (frame, line)] if counts and stack else []
             counts = counts or self._only in frame.f_code.co_filename
             stack.append((frame, line))
         return []

@@ -1,8 +1,8 @@
 """The verbs of the server over its index, leases, pool and sessions. It knows no gRPC.
 
-Everything here runs on the event loop and waits for nothing, so each call happens as a whole and
-the order of calls is the order of what they do. Names follow the protocol, whose comments say what
-each verb promises.
+Everything here runs on the event loop and waits for nothing. A call happens as a whole, unless it
+is written in steps (``..._in_steps``): others may be called between those. Names follow the
+protocol, whose comments say what each verb promises.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvdock_server.index.chunk import NO_SLOT, Part
 from kvdock_server.index.index import HitSpan, Index, ReserveStatus, Slot
 from kvdock_server.index.lease import Lease, LeaseTable
 from kvdock_server.pool.slots import SlotAllocator
+from kvdock_server.reservations import ReservationTable
 from kvdock_server.sessions import Mode, Reservation, Role, Session, SessionTable
 from kvdock_server.steps import Backlog, Steps, at_once
 
@@ -97,9 +98,7 @@ class Core:
         self.counters = Counters()
         self.draining = False
         self.clock = clock
-        self._still_mapped = still_mapped
-        self._reservations: dict[int, Session] = {}
-        self._lingering: list[Session] = []
+        self._reservations = ReservationTable(self.index, self.seal, still_mapped)
         self._readings = 0
 
     # Sessions
@@ -138,7 +137,7 @@ class Core:
     def sweep(self) -> None:
         """Carry out what time alone brings about. Call it about once a second."""
         now = self.clock()
-        self.backlog.add(self._free_unmapped())
+        self.backlog.add(self._reservations.free_unmapped())
         self.backlog.add(self.leases.expire(now))
         self.index.give_up_overdue(now)
         if self.events is not None:
@@ -204,6 +203,14 @@ class Core:
         ranges: Sequence[tuple[int, int, int, int | None, int | None]],
     ) -> list[int]:
         """Free (lease_id, first_chunk, end_chunk, reader, group_idx) each; how many were held."""
+        return at_once(self.free_locks_in_steps(session, ranges))
+
+    def free_locks_in_steps(
+        self,
+        session: Session | None,
+        ranges: Sequence[tuple[int, int, int, int | None, int | None]],
+    ) -> Steps[list[int]]:
+        """Likewise."""
         if len(ranges) > MAX_LOCK_RANGES:
             raise invalid(f"{len(ranges)} lock ranges: at most {MAX_LOCK_RANGES}")
         # All is looked at before anything is freed: a call that fails changes nothing.
@@ -219,11 +226,12 @@ class Core:
             if session is not None and session.role is Role.WORKER:
                 reader = session.worker_id
             readers = None if reader is None else [reader]
-            released.append(
-                self.leases.release(lease, first, end or None, readers=readers, position=position)
-                if lease is not None
-                else 0
-            )
+            freed = 0
+            if lease is not None:
+                freed = yield from self.leases.release_in_steps(
+                    lease, first, end or None, readers=readers, position=position
+                )
+            released.append(freed)
         return released
 
     def locate(
@@ -435,10 +443,7 @@ class Core:
         if session.disowned:
             self.give_back_all(slots.values())
             self.sessions.with_token(session.token)
-        reservation = Reservation(new_id(taken=self._reservations), slots)
-        session.reservations[reservation.reservation_id] = reservation
-        self._reservations[reservation.reservation_id] = session
-        return reservation
+        return self._reservations.open(session, slots)
 
     def commit(self, session: Session, reservation_id: int, chunks: Sequence[int]) -> list[bool]:
         """Seal chunks of a reservation, or all open ones; False for each that was cleared."""
@@ -448,27 +453,7 @@ class Core:
         self, session: Session, reservation_id: int, chunks: Sequence[int]
     ) -> Steps[list[bool]]:
         """Likewise. False also for each that was aborted, or lost by the session, meanwhile."""
-        reservation = self._reservation(session, reservation_id)
-        if reservation is None:
-            raise RequestError(
-                Reason.UNKNOWN_RESERVATION,
-                f"reservation {reservation_id} is not open: it was committed or aborted, or its "
-                "session ended; reserve again",
-            )
-        wanted = list(chunks) or list(reservation.open)
-        missing = [chunk for chunk in wanted if chunk not in reservation.open]
-        if missing or len(set(wanted)) != len(wanted):
-            raise invalid(
-                f"chunks {missing[:8] or wanted[:8]} of reservation {reservation_id} are not open: "
-                "commit each reserved chunk once"
-            )
-        sealed = []
-        for chunk in wanted:
-            slot = reservation.open.pop(chunk, None) if not session.disowned else None
-            sealed.append(slot is not None and self.seal(slot))
-            yield
-        self._forget_if_done(session, reservation)
-        return sealed
+        return self._reservations.commit(session, reservation_id, chunks)
 
     def abort(self, session: Session, reservation_id: int) -> int:
         """Give back what a reservation still holds; how many chunks that were."""
@@ -476,15 +461,7 @@ class Core:
 
     def abort_in_steps(self, session: Session, reservation_id: int) -> Steps[int]:
         """Likewise."""
-        reservation = self._reservation(session, reservation_id)
-        aborted = 0
-        while reservation is not None and reservation.open and not session.disowned:
-            _, slot = reservation.open.popitem()
-            self.give_back(slot)
-            aborted += 1
-            self._forget_if_done(session, reservation)
-            yield
-        return aborted
+        return self._reservations.abort(session, reservation_id)
 
     # Copies made by the server
 
@@ -541,8 +518,7 @@ class Core:
 
     def _end(self, session: Session) -> Steps[None]:
         yield from self._let_go(session)
-        self._lingering.append(session)
-        yield from self._free_unmapped()
+        yield from self._reservations.end(session)
 
     def _let_go(self, session: Session) -> Steps[None]:
         """Free a session's locks, and let others store what it was storing."""
@@ -553,12 +529,7 @@ class Core:
                 if self._has_successor(session):
                     break
                 yield from self.leases.release_in_steps(lease, readers=[session.worker_id])
-        for reservation in list(session.reservations.values()):
-            while reservation.open:
-                _, slot = reservation.open.popitem()
-                self.index.disown(slot)
-                reservation.disowned.append(slot)
-                yield
+        yield from self._reservations.disown(session)
 
     def _has_successor(self, session: Session) -> bool:
         """True if the same worker has connected anew, and holds its locks by that session."""
@@ -569,37 +540,6 @@ class Core:
             and (other.engine_id, other.worker_id) == (session.engine_id, session.worker_id)
             for other in self.sessions
         )
-
-    def _free_unmapped(self) -> Steps[None]:
-        """Free the memory of ended sessions whose processes cannot write any more."""
-        ready: list[Session] = []
-        waiting: list[Session] = []
-        for session in self._lingering:
-            mapped = session.reservations and self._still_mapped(session)
-            (waiting if mapped else ready).append(session)
-        self._lingering = waiting
-        for session in ready:
-            for reservation in list(session.reservations.values()):
-                while reservation.disowned:
-                    self.index.free(reservation.disowned.pop())
-                    yield
-                self._forget_if_done(session, reservation)
-
-    def _reservation(self, session: Session, reservation_id: int) -> Reservation | None:
-        owner = self._reservations.get(reservation_id)
-        if owner is None:
-            return None
-        if owner is not session:
-            raise RequestError(
-                Reason.FOREIGN_RESERVATION,
-                f"reservation {reservation_id} belongs to another session",
-            )
-        return session.reservations[reservation_id]
-
-    def _forget_if_done(self, session: Session, reservation: Reservation) -> None:
-        if not reservation.slots:
-            session.reservations.pop(reservation.reservation_id, None)
-            self._reservations.pop(reservation.reservation_id, None)
 
 
 def check_keys(keys: Sequence[bytes]) -> None:

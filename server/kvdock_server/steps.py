@@ -1,6 +1,6 @@
 """Work in steps, so that whoever carries it out can serve others in between.
 
-Steps are a generator. It yields after some tens of microseconds of work, where others may have
+Steps are a generator. It yields after a fraction of a millisecond's work, where others may have
 their turn. Whatever it knew before a yield may have changed after it. If it is closed before its
 end, it undoes what it has to.
 """
@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, TypeVar
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 
-_FIRST_STEPS: Final = 32
+_FIRST_STEPS: Final = 8
 
 
 def at_once(steps: Steps[T]) -> T:

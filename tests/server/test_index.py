@@ -28,6 +28,7 @@ from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
 from kvdock_server.sessions import Role, Session
+from kvdock_server.steps import at_once
 
 SLAB = 4 * PAGE_BYTES
 
@@ -675,11 +676,13 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.core.clear("n")
+        at_once(self.core.backlog.all_steps())
 
     @rule(seconds=st.sampled_from([1.0, 20.0, 61.0]))
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
         self.core.sweep()
+        at_once(self.core.backlog.all_steps())
 
     @invariant()
     def locked_bytes_are_never_reused(self) -> None:

@@ -97,6 +97,20 @@ def test_waiting_for_a_processor_or_for_the_interpreter_is_no_fault() -> None:
         assert found_in(lambda: time.sleep(0.002), times=100, pause=0) == []
 
 
+def test_a_task_that_gives_others_their_turn_is_no_fault() -> None:
+    async def run() -> None:
+        for _ in range(100):
+            compute(0.002)
+            await asyncio.sleep(0)
+
+    found: list[HoldUp] = []
+    watchdog = Watchdog(found.append)
+    watchdog.start()
+    asyncio.run(run())
+    watchdog.stop()
+    assert not found
+
+
 def test_a_computation_is_found_on_a_busy_machine_too() -> None:
     with busy_machine():
         assert found_in(compute, times=1, pause=0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Generator, Iterable, Iterator
 from typing import Final
 
@@ -111,7 +112,8 @@ class Part:
     def __init__(self, chunk: Chunk, position: int, kv_world_size: int) -> None:
         self.chunk = chunk
         self.position = position
-        self.slots = [NO_SLOT] * kv_world_size
+        # No list: the garbage collector would look through all of them.
+        self.slots = array("q", [NO_SLOT]) * kv_world_size
         self.writing = 0
         self.pins = 0
         self.last_used = 0

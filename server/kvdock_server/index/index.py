@@ -2,7 +2,8 @@
 
 A part's life: reserve (memory is found, evicting if need be; one writer a shard) -> seal, shard by
 shard (visible with the last one) -> evicted, cleared, or given up if the missing shards do not
-come. All calls are made from one thread and none of them waits.
+come. All calls are made from one thread and none of them waits. Between the steps of one others may
+come.
 
 Chunks of a namespace form trees: a chunk's parent is the chunk whose prompt it extends. A chunk
 with children stays known even while it has no parts, so that a prefix that failed to arrive, or

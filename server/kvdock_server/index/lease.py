@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final, TypeVar
@@ -21,7 +21,7 @@ from kvdock_server.index.index import HitSpan, Index
 from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.steps import Steps
 
-_CHUNKS_A_STEP: Final = 128
+_CHUNKS_A_STEP: Final = 512
 
 K = TypeVar("K")
 
@@ -123,7 +123,7 @@ class LeaseTable:
         first: int = 0,
         end: int | None = None,
         *,
-        readers: Iterable[int] | None = None,
+        readers: Sequence[int] | None = None,
         position: int | None = None,
     ) -> int:
         """Free locks on the chunks [first, end), of all readers and groups if none are named.
@@ -151,13 +151,23 @@ class LeaseTable:
         return released
 
     def release_in_steps(
-        self, lease: Lease, *, readers: Iterable[int] | None = None
-    ) -> Steps[None]:
-        """Free all locks, of all readers if none are named."""
-        ends = [locked.span.first + len(locked.span.parts) for locked in lease.spans]
-        for first in range(0, max(ends), _CHUNKS_A_STEP):
-            self.release(lease, first, first + _CHUNKS_A_STEP, readers=readers)
+        self,
+        lease: Lease,
+        first: int = 0,
+        end: int | None = None,
+        *,
+        readers: Sequence[int] | None = None,
+        position: int | None = None,
+    ) -> Steps[int]:
+        """Likewise."""
+        last = max(locked.span.first + len(locked.span.parts) for locked in lease.spans)
+        end = last if end is None else min(end, last)
+        released = 0
+        for begin in range(first, end, _CHUNKS_A_STEP):
+            step_end = min(begin + _CHUNKS_A_STEP, end)
+            released += self.release(lease, begin, step_end, readers=readers, position=position)
             yield
+        return released
 
     def of_owner(self, owner: int) -> list[Lease]:
         """The leases of a scheduler's session."""

@@ -60,7 +60,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def FreeLocks(  # noqa: N802
         self, request: pb.FreeLocksRequest, context: Context
     ) -> pb.FreeLocksResponse:
-        return verbs.free_locks(self._core, self._session(request), request)
+        return await in_turns(verbs.free_locks(self._core, self._session(request), request))
 
     @unary
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802

@@ -73,8 +73,8 @@ def lookup(core: Core, session: Session | None, request: pb.LookupRequest) -> pb
 
 def free_locks(
     core: Core, session: Session | None, request: pb.FreeLocksRequest
-) -> pb.FreeLocksResponse:
-    released = core.free_locks(
+) -> Steps[pb.FreeLocksResponse]:
+    released = yield from core.free_locks_in_steps(
         session,
         [
             (
@@ -171,9 +171,9 @@ async def retrieve(
 _AT_ONCE: dict[str, Callable[[Core, Session | None, Any], Any]] = {
     "register_namespace": register_namespace,
     "lookup": lookup,
-    "free_locks": free_locks,
 }
 _IN_STEPS: dict[str, Callable[[Core, Session | None, Any], Steps[Any]]] = {
+    "free_locks": free_locks,
     "reserve": reserve,
     "commit": commit,
     "abort": abort,

@@ -1,0 +1,125 @@
+"""Memory that sessions have reserved and write to by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.ids import new_id
+from kvdock_server.index.index import Index, Slot
+from kvdock_server.sessions import Reservation, Session
+from kvdock_server.steps import Steps
+
+
+class ReservationTable:
+    """All reservations of a server.
+
+    ``seal`` is called for each slot that is committed. ``still_mapped`` tells whether the process
+    of a session whose stream ended may still be writing into the pool.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        seal: Callable[[Slot], bool],
+        still_mapped: Callable[[Session], bool],
+    ) -> None:
+        self._index = index
+        self._seal = seal
+        self._still_mapped = still_mapped
+        self._owners: dict[int, Session] = {}
+        self._ended: list[Session] = []
+
+    def open(self, session: Session, slots: dict[int, Slot]) -> Reservation:
+        """Hand slots over to a session, by their index in its request."""
+        reservation = Reservation(new_id(taken=self._owners), slots)
+        session.reservations[reservation.reservation_id] = reservation
+        self._owners[reservation.reservation_id] = session
+        return reservation
+
+    def commit(
+        self, session: Session, reservation_id: int, chunks: Sequence[int]
+    ) -> Steps[list[bool]]:
+        """Seal chunks of a reservation, or all open ones.
+
+        False for each that was cleared, or meanwhile aborted, or lost by the session.
+        """
+        reservation = self._reservation(session, reservation_id)
+        if reservation is None:
+            raise RequestError(
+                Reason.UNKNOWN_RESERVATION,
+                f"reservation {reservation_id} is not open: it was committed or aborted, or its "
+                "session ended; reserve again",
+            )
+        wanted = list(chunks) or list(reservation.open)
+        missing = [chunk for chunk in wanted if chunk not in reservation.open]
+        if missing or len(set(wanted)) != len(wanted):
+            raise invalid(
+                f"chunks {missing[:8] or wanted[:8]} of reservation {reservation_id} are not open: "
+                "commit each reserved chunk once"
+            )
+        sealed = []
+        for chunk in wanted:
+            slot = reservation.open.pop(chunk, None) if not session.disowned else None
+            self._forget_if_done(session, reservation)
+            sealed.append(slot is not None and self._seal(slot))
+            yield
+        return sealed
+
+    def abort(self, session: Session, reservation_id: int) -> Steps[int]:
+        """Give back what a reservation still holds; how many chunks that were."""
+        reservation = self._reservation(session, reservation_id)
+        aborted = 0
+        while reservation is not None and reservation.open and not session.disowned:
+            _, slot = reservation.open.popitem()
+            self._forget_if_done(session, reservation)
+            self._index.give_back(slot)
+            aborted += 1
+            yield
+        return aborted
+
+    def disown(self, session: Session) -> Steps[None]:
+        """Let others store what a session was storing. Its memory stays reserved."""
+        for reservation in list(session.reservations.values()):
+            while reservation.open:
+                _, slot = reservation.open.popitem()
+                self._index.disown(slot)
+                reservation.disowned.append(slot)
+                yield
+
+    def end(self, session: Session) -> Steps[None]:
+        """A session's stream ended: free its memory once its process cannot write any more."""
+        yield from self.disown(session)
+        self._ended.append(session)
+        yield from self.free_unmapped()
+
+    def free_unmapped(self) -> Steps[None]:
+        """Free the memory of ended sessions whose processes cannot write any more."""
+        ready: list[Session] = []
+        waiting: list[Session] = []
+        for session in self._ended:
+            mapped = session.reservations and self._still_mapped(session)
+            (waiting if mapped else ready).append(session)
+        self._ended = waiting
+        for session in ready:
+            for reservation in list(session.reservations.values()):
+                while reservation.disowned:
+                    self._index.free(reservation.disowned.pop())
+                    yield
+                self._forget_if_done(session, reservation)
+
+    def _reservation(self, session: Session, reservation_id: int) -> Reservation | None:
+        owner = self._owners.get(reservation_id)
+        if owner is None:
+            return None
+        if owner is not session:
+            raise RequestError(
+                Reason.FOREIGN_RESERVATION,
+                f"reservation {reservation_id} belongs to another session",
+            )
+        return session.reservations[reservation_id]
+
+    def _forget_if_done(self, session: Session, reservation: Reservation) -> None:
+        if not reservation.slots:
+            session.reservations.pop(reservation.reservation_id, None)
+            self._owners.pop(reservation.reservation_id, None)
