@@ -25,10 +25,10 @@ from displacement import PAIRS, share_of_fresh
 from report import Row, milliseconds, print_report
 
 from kvdock.v1 import admin_pb2, cache_pb2
+from kvdock_server.core.sessions import Role
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.admin import AdminService
 from kvdock_server.service.service import Service
-from kvdock_server.sessions import Role
 
 PARTS: Final = 1_000_000
 QUICK_PARTS: Final = 100_000

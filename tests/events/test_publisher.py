@@ -25,8 +25,8 @@ from kvdock_server.events.log import Limits
 from kvdock_server.index.chunk import Part
 from kvdock_server.index.index import _MAX_NAMESPACES, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
 from kvdock_server.rpc.events import _filter
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 SLAB = 4 * PAGE_BYTES
 ROOMY = Limits(1 << 30, 1 << 20)

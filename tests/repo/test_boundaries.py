@@ -155,7 +155,7 @@ def test_plans_of_transfer_are_pure() -> None:
 
 
 def test_slots_of_the_pool_are_pure() -> None:
-    slots = REPOSITORY / "server/kvdock_server/pool/slots.py"
+    slots = REPOSITORY / "server/kvdock_server/tiers/host/slots.py"
     assert {name.split(".")[0] for name in imports(slots)} <= FOR_PURE_NUMBERS
 
 

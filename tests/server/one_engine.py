@@ -14,11 +14,11 @@ from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core
+from kvdock_server.core.sessions import Role, Session
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import verbs
 from kvdock_server.service.service import Service
-from kvdock_server.sessions import Role, Session
+from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
 sys.path.insert(0, str(Path(__file__).parent / "transfer"))

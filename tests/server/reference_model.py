@@ -30,10 +30,10 @@ from server_state import (
     State,
 )
 
+from kvdock_server.core.sessions import Role
 from kvdock_server.errors import Reason
 from kvdock_server.index.index import ReserveStatus
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.sessions import Role
 
 PAGE_BYTES = 4096
 MAX_READERS = 256

@@ -14,7 +14,7 @@ from kvdock_server.core import Core
 from kvdock_server.events import wire
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.index.chunk import Part
-from kvdock_server.pool.slots import SlotAllocator
+from kvdock_server.tiers.host.slots import SlotAllocator
 
 
 @dataclass(frozen=True)

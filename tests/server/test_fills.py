@@ -15,11 +15,11 @@ import pytest
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
+from kvdock_server.core.sessions import Role
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.rpc import verbs
 from kvdock_server.service import fills
-from kvdock_server.sessions import Role
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_engine import BLOCKS, CHUNK, KEYS, PAGE, PER_CHUNK, TARGET, Engine, uuid

@@ -21,14 +21,14 @@ from hypothesis.stateful import (
 )
 
 from kvdock_server.core import Core
+from kvdock_server.core.sessions import Role, Session
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.chunk import Chunk, Part
 from kvdock_server.index.eviction import LeastRecentlyUsed
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
-from kvdock_server.sessions import Role, Session
 from kvdock_server.steps import at_once
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 SLAB = 4 * PAGE_BYTES
 

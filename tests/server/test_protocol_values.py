@@ -9,9 +9,9 @@ import pytest
 
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
+from kvdock_server.core.sessions import Mode, Role
 from kvdock_server.index.namespace import GroupKind
 from kvdock_server.service.chunk_status import ChunkStatus
-from kvdock_server.sessions import Mode, Role
 
 
 @pytest.mark.parametrize(

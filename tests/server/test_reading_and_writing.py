@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvdock_server.core import Core
+from kvdock_server.core.reading import LeaseRange, LockedShards
+from kvdock_server.core.sessions import Role
+from kvdock_server.core.writing import Writing
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
-from kvdock_server.reading import LeaseRange, LockedShards
-from kvdock_server.sessions import Role
-from kvdock_server.writing import Writing
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
 

@@ -36,13 +36,13 @@ from server_state import EventReader, parts_of, state_of
 
 from kvdock.v1 import types_pb2
 from kvdock_server.core import Core, LocatedShard
+from kvdock_server.core.sessions import Role, Session
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.events.log import Limits
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
-from kvdock_server.sessions import Role, Session
 from kvdock_server.steps import at_once
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 RUNS = int(os.environ.get("KVDOCK_MODEL_RUNS", "150"))
 

@@ -16,9 +16,9 @@ from kvdock.v1 import admin_pb2, cache_pb2, cache_pb2_grpc, session_pb2, types_p
 from kvdock_server.core import Core
 from kvdock_server.index.index import Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import cache, status
 from kvdock_server.rpc.server import Server
+from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
 MIB = 1 << 20

@@ -14,18 +14,18 @@ import pytest
 
 from kvdock.v1 import cache_pb2 as pb
 from kvdock_server.core import Core
+from kvdock_server.core.sessions import Role, Session
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.events.log import Limits
 from kvdock_server.index.chunk import all_chunks
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.conversions import retrieve_call, retrieved
 from kvdock_server.service.retrieve import locate
 from kvdock_server.service.turns import in_turns
-from kvdock_server.sessions import Role, Session
 from kvdock_server.steps import Backlog, Steps, at_once
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 SLAB = 4 * PAGE_BYTES
 # More than what is done of a call at once.

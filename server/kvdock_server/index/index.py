@@ -25,8 +25,8 @@ from kvdock_server.index.hits import longest_hit
 from kvdock_server.index.namespace import GroupKind, Namespace
 from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.index.reclaim import Reclaimer
-from kvdock_server.pool.slots import SlotAllocator
 from kvdock_server.steps import Backlog, Steps, at_once
+from kvdock_server.tiers.host.slots import SlotAllocator
 
 
 class ReserveStatus(Enum):

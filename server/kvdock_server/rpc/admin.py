@@ -14,10 +14,10 @@ from kvdock_server import __version__
 from kvdock_server.core import Core
 from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, all_chunks
 from kvdock_server.index.namespace_index import NamespaceIndex
-from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.conversions import namespace_to_proto
 from kvdock_server.rpc.status import Context, streaming, unary
 from kvdock_server.service.turns import in_turns
+from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
 _PARTS_A_MESSAGE = 250

@@ -11,6 +11,7 @@ import grpc
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import cache_pb2_grpc
 from kvdock.v1 import types_pb2 as types
+from kvdock_server.core.sessions import Session
 from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import invalid
 from kvdock_server.rpc import limits, verbs
@@ -19,7 +20,6 @@ from kvdock_server.rpc.status import STALL_SECONDS, Context, stalled, streaming,
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.service import Service
 from kvdock_server.service.turns import in_turns
-from kvdock_server.sessions import Session
 
 DEFAULT_MESSAGE_BYTES = 128 << 10
 MIN_MESSAGE_BYTES = 1 << 10

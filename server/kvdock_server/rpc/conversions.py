@@ -9,6 +9,8 @@ from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core, LocatedShard
+from kvdock_server.core.reading import LeaseRange
+from kvdock_server.core.sessions import Mode
 from kvdock_server.errors import invalid
 from kvdock_server.index.namespace import (
     MAX_CHUNK_TOKENS,
@@ -17,14 +19,12 @@ from kvdock_server.index.namespace import (
     GroupKind,
     Namespace,
 )
-from kvdock_server.reading import LeaseRange
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.loads import RetrieveCall
 from kvdock_server.service.memory import ExportedMemory
 from kvdock_server.service.retrieve import RetrievedChunk
 from kvdock_server.service.store import StoreCall
-from kvdock_server.sessions import Mode
 from kvdock_server.steps import Steps
 from kvdock_server.transfer import BlockRegion, DeviceAllocation, GroupMemory, LayoutError
 

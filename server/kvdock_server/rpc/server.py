@@ -15,7 +15,6 @@ from kvdock.v1 import (
     session_pb2_grpc,
 )
 from kvdock_server.core import Core
-from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.admin import AdminService
 from kvdock_server.rpc.cache import CacheService, add_cache_service
 from kvdock_server.rpc.decoding import DecodingInterceptor
@@ -23,6 +22,7 @@ from kvdock_server.rpc.events import add_event_service
 from kvdock_server.rpc.reflection import add_reflection
 from kvdock_server.rpc.session import SessionService
 from kvdock_server.service.service import Service
+from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
 MAX_MESSAGE_BYTES = 4 << 20

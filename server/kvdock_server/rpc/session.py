@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from kvdock.v1 import session_pb2 as pb
 from kvdock.v1 import session_pb2_grpc
 from kvdock.v1 import types_pb2 as types
-from kvdock_server import __version__, sessions
+from kvdock_server import __version__
+from kvdock_server.core import sessions
 from kvdock_server.errors import Reason, RequestError, invalid
-from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import limits, verbs
 from kvdock_server.rpc.status import Context, abort, as_request_error, to_proto
 from kvdock_server.service.service import Service
+from kvdock_server.tiers.host.pool import Pool
 
 logger = logging.getLogger(__name__)
 

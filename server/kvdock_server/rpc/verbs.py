@@ -13,6 +13,7 @@ from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core, check_session
+from kvdock_server.core.sessions import Mode, Session
 from kvdock_server.errors import invalid
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.rpc.conversions import (
@@ -28,7 +29,6 @@ from kvdock_server.rpc.conversions import (
 )
 from kvdock_server.service.service import Service
 from kvdock_server.service.turns import in_turns
-from kvdock_server.sessions import Mode, Session
 from kvdock_server.steps import Steps
 
 RESERVE_STATUS = {

@@ -11,9 +11,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvdock_server.reading import LeaseRange
+from kvdock_server.core.reading import LeaseRange
+from kvdock_server.core.sessions import Session
 from kvdock_server.service.chunk_status import ChunkStatus
-from kvdock_server.sessions import Session
 from kvdock_server.transfer import LoadFollower
 
 KEPT_SECONDS = 60.0

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from kvdock_server.core import Core, LocatedShard
+from kvdock_server.core.writing import Writing
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.index.index import ReserveStatus, Slot
-from kvdock_server.pool.pool import Pool
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.turns import in_turns
-from kvdock_server.writing import Writing
+from kvdock_server.tiers.host.pool import Pool
 
 
 class Put:

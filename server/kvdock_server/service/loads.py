@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvdock_server.core import MAX_KEYS, MAX_READERS, Core
+from kvdock_server.core.reading import LeaseRange, LockedShards
+from kvdock_server.core.sessions import Session
 from kvdock_server.errors import Reason, RequestError, invalid
-from kvdock_server.reading import LeaseRange, LockedShards
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.fills import Fill, Fills
 from kvdock_server.service.memory import RegisteredMemory
-from kvdock_server.sessions import Session
 from kvdock_server.transfer import (
     DeviceMemoryError,
     GroupMemory,

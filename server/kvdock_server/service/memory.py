@@ -11,8 +11,8 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from kvdock_server.core import Core
+from kvdock_server.core.sessions import Mode, Role, Session
 from kvdock_server.errors import Reason, RequestError, invalid
-from kvdock_server.sessions import Mode, Role, Session
 from kvdock_server.transfer import (
     DeviceAllocation,
     DeviceMemoryError,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvdock_server.core import Core, LocatedShard, check_session
+from kvdock_server.core.sessions import Mode, Session
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.loads import DeviceLoads, RetrieveCall
 from kvdock_server.service.memory import RegisteredMemory
 from kvdock_server.service.turns import in_turns
-from kvdock_server.sessions import Mode, Session
 from kvdock_server.steps import Steps
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvdock_server.core import Core
-from kvdock_server.pool.pool import Pool
 from kvdock_server.service.inline import Inline
 from kvdock_server.service.memory import RegisteredMemory
 from kvdock_server.service.retrieve import Retrieves
 from kvdock_server.service.store import DeviceStores
+from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
 

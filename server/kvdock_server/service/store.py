@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvdock_server.core import Core, check_session
+from kvdock_server.core.sessions import Mode, Session
+from kvdock_server.core.writing import Writing
 from kvdock_server.index.index import Slot
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.memory import RegisteredMemory
 from kvdock_server.service.turns import in_turns
-from kvdock_server.sessions import Mode, Session
 from kvdock_server.transfer import DeviceMemoryError, TransferFailedError
-from kvdock_server.writing import Writing
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvdock_server.core.sessions import Reservation, Session
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.ids import new_id
 from kvdock_server.index.index import Index, Slot
-from kvdock_server.sessions import Reservation, Session
 from kvdock_server.steps import Steps
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvdock_server.core import Core
-from kvdock_server.sessions import Session
+from kvdock_server.core.sessions import Session
 
 
 class LeaseRange(NamedTuple):

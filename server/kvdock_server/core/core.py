@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvdock_server.core.leases import Lease, LeaseTable
+from kvdock_server.core.reservations import ReservationTable
+from kvdock_server.core.sessions import Mode, Reservation, Role, Session, SessionTable
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.ids import new_id
 from kvdock_server.index.chunk import NO_SLOT, Part
 from kvdock_server.index.index import HitSpan, Index, ReserveStatus, Slot
-from kvdock_server.index.lease import Lease, LeaseTable
-from kvdock_server.pool.slots import SlotAllocator
-from kvdock_server.reservations import ReservationTable
-from kvdock_server.sessions import Mode, Reservation, Role, Session, SessionTable
 from kvdock_server.steps import Backlog, Steps, at_once
+from kvdock_server.tiers.host.slots import SlotAllocator
 
 KEY_BYTES = 32
 # What the recipe of keys calls the parent of a prompt's first chunk; no parent means the same.
