@@ -314,7 +314,7 @@ def server_work_row(effort: Effort) -> Row:
 
     In CPU time of its thread: what other processes do to the clock is no work of the server.
     """
-    from kvdock_server.core.sessions import Role
+    from kvdock_server.core import LockRange, Role
     from kvdock_server.rpc import verbs
 
     core = core_with_memory(SERVER_WORK_CHUNKS)
@@ -333,7 +333,7 @@ def server_work_row(effort: Effort) -> Row:
         answer.SerializeToString()
         seconds.append(time.thread_time() - started)
         lease_id = answer.lookup.lease_id
-        if core.free_locks(session, [(lease_id, 0, 0, None, None)]) != [len(keys)]:
+        if core.free_locks(session, [LockRange(lease_id)]) != [len(keys)]:
             raise RuntimeError("a lookup of cached chunks did not lock them all")
     median = percentile(seconds, 50)
     return Row(

@@ -98,7 +98,7 @@ def test_a_child_waits_for_a_parent_that_is_stored_anew() -> None:
     core = make_core()
     first, second = reserve(core, prompt(1, 2))
     core.seal(second)
-    core.give_back(first)
+    core.index.give_back(first)
     assert events_of(core) == []
     (first,) = reserve(core, prompt(1))
     core.seal(first)
@@ -109,7 +109,7 @@ def test_what_waited_in_vain_is_removed_in_silence() -> None:
     core = make_core()
     first, second = reserve(core, prompt(1, 2))
     core.seal(second)
-    core.give_back(first)
+    core.index.give_back(first)
     core.index.evict(None)
     assert core.index.sealed_bytes == 0
     assert events_of(core) == []
@@ -259,7 +259,7 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
             slots = reserve(core, prompt(1, 2), group_idx=group_idx)
             for slot in slots[1:]:
                 core.seal(slot)
-            core.give_back(slots[0])
+            core.index.give_back(slots[0])
         core.index.evict(None)
         (state,) = core.events._told.values()
         assert state.data == {}
@@ -315,7 +315,7 @@ class EventsMachine(RuleBasedStateMachine):
 
     @rule(slot=consumes(slots))
     def give_back(self, slot: Slot) -> None:
-        self.core.give_back(slot)
+        self.core.index.give_back(slot)
 
     @rule(path=paths)
     def look_up(self, path: list[int]) -> None:

@@ -30,7 +30,7 @@ from server_state import (
     State,
 )
 
-from kvdock_server.core.sessions import Role
+from kvdock_server.core import LockRange, Role
 from kvdock_server.errors import Reason
 from kvdock_server.index.index import ReserveStatus
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
@@ -119,16 +119,6 @@ class Lease:
     ends: dict[int, int]
     locks: set[Lock]
     copying: set[int] = field(default_factory=set)
-
-
-class LockRange(NamedTuple):
-    """What a call wants to free; the fields are those of the protocol."""
-
-    lease_id: int
-    first: int
-    end: int
-    reader: int | None
-    group_idx: int | None
 
 
 class Model:

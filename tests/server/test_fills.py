@@ -15,6 +15,7 @@ import pytest
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
+from kvdock_server.core import LockRange
 from kvdock_server.core.sessions import Role
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
@@ -160,7 +161,7 @@ async def test_a_reader_that_is_back_is_another(engine: Engine) -> None:
 
 async def test_a_reader_without_all_locks_is_not_filled(engine: Engine) -> None:
     lease = engine.lookup()
-    engine.core.free_locks(engine.scheduler, [(lease, 1, 2, 2, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease, 1, 2, 2)])
     assert await engine.lead(lease) == [RETRIEVED] * 4
     assert await engine.ask(2, lease) == [NOT_LOCKED] * 4
     assert [engine.is_filled(reader) for reader in range(3)] == [True, True, False]
@@ -168,7 +169,7 @@ async def test_a_reader_without_all_locks_is_not_filled(engine: Engine) -> None:
 
 async def test_the_callers_chunks_decide(engine: Engine) -> None:
     lease = engine.lookup()
-    engine.core.free_locks(engine.scheduler, [(lease, 2, 3, 0, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease, 2, 3, 0)])
     statuses = [RETRIEVED, RETRIEVED, NOT_LOCKED, RETRIEVED]
     assert await engine.lead(lease) == statuses
     assert await engine.ask(1, lease) == statuses
@@ -235,7 +236,7 @@ async def test_a_reader_that_does_not_fit_is_refused_and_hears_of_it(
     assert await asking == [FAILED] * 4
     assert not other.cache.any()
     await engine.service.memory.release(other.session)
-    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
 
 
 async def test_readers_of_another_shard_are_refused(engine: Engine) -> None:
@@ -281,7 +282,7 @@ async def test_who_has_no_memory_registered_is_left_to_itself(
     if elsewhere == "another namespace":
         with pytest.raises(RequestError, match="has left this reader to itself: retrieve without"):
             await engine.ask(2, lease)
-    engine.core.free_locks(engine.workers[2].session, [(lease, 0, 0, None, None)])
+    engine.core.free_locks(engine.workers[2].session, [LockRange(lease)])
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -309,7 +310,7 @@ async def test_nobody_waits_longer_than_its_time_for_who_is_about_to_register(
         assert await engine.lead(lease, timeout_ms=200) == [RETRIEVED] * 4
     else:
         assert await engine.ask(1, lease, timeout_ms=200) == [FAILED] * 4
-        engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+        engine.core.free_locks(engine.scheduler, [LockRange(lease)])
     assert time.monotonic() - began < 0.5
 
 
@@ -345,7 +346,7 @@ async def test_a_leader_without_memory_cannot_be_asked(engine: Engine, elsewhere
     alone = pb.RetrieveRequest(lease_id=lease, block_ids=TARGET)
     assert await engine.send(1, alone) == [RETRIEVED] * 4
     assert engine.is_filled(1)
-    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
 
 
 @pytest.mark.parametrize(
@@ -463,7 +464,7 @@ async def test_a_deadline_of_another_clock_is_refused(engine: Engine) -> None:
         await store(engine, deadline_ns=ns(60))
     with pytest.raises(RequestError, match=r"CLOCK_MONOTONIC"):
         await engine.lead(lease, also_fill=[], deadline_ns=ns(60))
-    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
 
 
 @pytest.mark.parametrize("reader", [0, 1])

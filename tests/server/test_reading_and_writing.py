@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdock_server.core import Core
-from kvdock_server.core.reading import LeaseRange, LockedShards
-from kvdock_server.core.sessions import Role
-from kvdock_server.core.writing import Writing
-from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.core import Core, Group, GroupKind, LeaseRange, Namespace, Role, Writing
 from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
@@ -29,7 +25,7 @@ def core() -> Core:
 
 
 def write(core: Core) -> Writing:
-    return Writing(core, core.reserve(None, "model", None, 0, b"", KEYS))
+    return core.writing(core.reserve(None, "model", None, 0, b"", KEYS))
 
 
 def test_a_write_gives_back_what_it_has_not_sealed(core: Core) -> None:
@@ -58,7 +54,7 @@ def test_a_reading_unpins_and_frees_the_locks_of_its_readers(core: Core) -> None
     lease = core.lookup(scheduler, "model", KEYS, readers=3).lease
     assert lease is not None
     asked = LeaseRange(lease.lease_id, None, 1, 3)
-    locked = LockedShards(core, scheduler, asked, shard=0, reader=0)
+    locked = core.locate(scheduler, asked, shard=0, reader=0)
     assert list(locked.located) == [0, 1]
     assert locked.are_held_by(2)
     assert not locked.are_held_by(3)
@@ -67,7 +63,7 @@ def test_a_reading_unpins_and_frees_the_locks_of_its_readers(core: Core) -> None
         assert core.index.sealed_bytes
         raise WayOut
     assert lease.locks == 4 + 2 + 2
-    again = LockedShards(core, scheduler, asked, shard=0, reader=2)
+    again = core.locate(scheduler, asked, shard=0, reader=2)
     assert again.shards == [None, None]
     core.close_session(scheduler)
     assert (core.index.pinned_parts, core.index.sealed_bytes) == (0, 0)
@@ -81,5 +77,5 @@ def test_a_range_without_end_ends_with_what_is_locked(core: Core) -> None:
     lease = core.lookup(scheduler, "model", KEYS).lease
     assert lease is not None
     asked = LeaseRange(lease.lease_id, None, 1, 0)
-    locked = LockedShards(core, scheduler, asked, shard=0, reader=0)
+    locked = core.locate(scheduler, asked, shard=0, reader=0)
     assert locked.range == LeaseRange(lease.lease_id, None, 1, 4)

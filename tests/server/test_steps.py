@@ -336,18 +336,18 @@ class Crowd:
         for slot in slots:
             assert slot.offset not in self.taken, "two write there"
             self.taken[slot.offset] = number, slot
-        open_ = dict(enumerate(slots))
+        writing = self.core.writing(slots)
         try:
             yield
             for slot in slots:
                 del self.taken[slot.offset]
             if self.random.random() < 0.8:
-                yield from self.core.seal_all(open_)
+                yield from writing.seal_all()
         finally:
             for slot in slots:
                 if self.taken.get(slot.offset) == (number, slot):
                     del self.taken[slot.offset]
-            self.core.give_back_all(open_.values())
+            writing.close()
 
     def begin_session_store(self) -> None:
         if len(self.sessions) < 3:

@@ -1,47 +1,66 @@
-"""Shards of a lease that are being read."""
+"""Shards that are being read: where they lie, and that they stay there meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from kvdock_server.core import Core
-from kvdock_server.core.sessions import Session
+from kvdock_server.core.leases import Lease, LeaseTable
+from kvdock_server.core.ranges import LeaseRange
+from kvdock_server.errors import invalid
+from kvdock_server.index.chunk import NO_SLOT, Part
+from kvdock_server.index.index import Index
+from kvdock_server.steps import Steps
+
+MAX_KEYS: Final = 16_384
+
+_SHARDS_A_STEP: Final = 64
 
 
-class LeaseRange(NamedTuple):
-    """The chunks [first_chunk, end_chunk) of one group of a lease."""
+class LocatedShard(NamedTuple):
+    """Where a shard lies in the pool."""
 
-    lease_id: int
-    group_idx: int | None
-    first_chunk: int
-    end_chunk: int
+    part: Part
+    offset: int
+    nbytes: int
+
+
+@contextmanager
+def pinned(index: Index, shards: Iterable[LocatedShard]) -> Iterator[None]:
+    """Keep shards where they are until the block ends."""
+    parts = [shard.part for shard in shards]
+    index.pin(parts)
+    try:
+        yield
+    finally:
+        for part in parts:
+            index.unpin(part)
 
 
 class LockedShards:
     """What one reader has locked of a range, of one shard.
 
-    ``shards`` has the place of each chunk, None where the reader has no lock. ``range`` ends where
-    they do. ``namespace`` is the name of the lease's, ``readers`` how many readers it was given to.
+    ``shards`` has the place of each chunk, None where the reader has no lock; ``located`` has those
+    that are locked, by their number in the range. ``range`` ends where they do.
     """
 
     def __init__(
-        self, core: Core, session: Session | None, asked: LeaseRange, *, shard: int, reader: int
+        self,
+        leases: LeaseTable,
+        lease: Lease,
+        chunks: LeaseRange,
+        shards: Sequence[LocatedShard | None],
     ) -> None:
-        """RequestError if the lease ended, is another engine's, or has no such range."""
-        self.shards = core.locate(session, *asked, shard=shard, reader=reader)
-        self.range = asked._replace(end_chunk=asked.first_chunk + len(self.shards))
-        self.located = {i: shard for i, shard in enumerate(self.shards) if shard is not None}
-        """Those that are locked, by their number in the range."""
-        self._core = core
-        self._session = session
-        lease = core.leases.get(asked.lease_id, session.engine_id if session else None)
-        assert lease is not None  # else there was nothing to locate
-        self._lease = lease
-        self._position = lease.space.namespace.position(asked.group_idx)
+        self.shards = shards
+        self.located = {i: shard for i, shard in enumerate(shards) if shard is not None}
+        self.range = chunks._replace(end_chunk=chunks.first_chunk + len(shards))
         self.namespace = lease.space.namespace.name
         self.readers = lease.readers
+        """How many readers the lease was given to."""
+        self._leases = leases
+        self._lease = lease
+        self._position = lease.space.namespace.position(chunks.group_idx)
 
     def are_held_by(self, reader: int) -> bool:
         """True if another reader has locked all of them as well."""
@@ -54,11 +73,50 @@ class LockedShards:
     @contextmanager
     def reading(self, readers: Sequence[int]) -> Iterator[None]:
         """Keep the shards where they are. In the end the locks of ``readers`` are free."""
-        parts = [shard.part for shard in self.located.values()]
-        self._core.index.pin(parts)
         try:
-            yield
+            with pinned(self._leases.index, self.located.values()):
+                yield
         finally:
-            for part in parts:
-                self._core.index.unpin(part)
-            self._core.end_retrieve(self._session, *self.range, readers)
+            self._leases.release(
+                self._lease,
+                self.range.first_chunk,
+                self.range.end_chunk,
+                readers=readers,
+                position=self._position,
+            )
+
+
+def locate(
+    leases: LeaseTable, lease: Lease, chunks: LeaseRange, *, shard: int, reader: int
+) -> Steps[LockedShards]:
+    """Where the locked shards of a range lie, by the locks that are held at the first step.
+
+    RequestError if the lease has no such shard, reader, group or range.
+    """
+    namespace = lease.space.namespace
+    if shard >= namespace.kv_world_size:
+        raise invalid(f"kv_worker_id {shard}: below {namespace.kv_world_size}")
+    if reader >= lease.readers:
+        raise invalid(f"reader {reader}: the lease was given to {lease.readers} readers")
+    position = namespace.position(chunks.group_idx)
+    locked = lease.spans[position]
+    span_end = locked.span.first + len(locked.span.parts)
+    first, end = chunks.first_chunk, chunks.end_chunk or span_end
+    if not first < end:
+        raise invalid(f"chunks [{first}, {end}): the range is empty")
+    if end - first > MAX_KEYS:
+        raise invalid(f"{end - first} chunks: at most {MAX_KEYS}")
+    nbytes = lease.space.shard_bytes(position, shard)
+    located: list[LocatedShard | None] = [None] * (end - first)
+    low, high = max(first, locked.span.first), min(end, span_end)
+    held = locked.held[reader] >> (low - locked.span.first)
+    if held & ((1 << max(high - low, 0)) - 1):
+        lease.copying.add(reader)
+    # Text is the fastest way to walk the bits of a long integer.
+    for chunk, bit in zip(range(low, high), reversed(f"{held:b}"), strict=False):
+        part = locked.span.parts[chunk - locked.span.first]
+        if bit == "1" and part.slots[shard] != NO_SLOT:  # none if it was freed meanwhile
+            located[chunk - first] = LocatedShard(part, part.slots[shard], nbytes)
+        if chunk % _SHARDS_A_STEP == 0:
+            yield
+    return LockedShards(leases, lease, chunks, located)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from kvdock_server.core import Core
-from kvdock_server.index.index import ReserveStatus, Slot
+from kvdock_server.index.index import Index, ReserveStatus, Slot
+from kvdock_server.steps import Steps
 
 
 class Writing:
-    """The slots of one store, by the number of their chunk. A context manager.
+    """The slots of one store. A context manager.
 
-    Whatever is not sealed when the block ends is given back, however it ends.
+    Whatever is still ``open`` when the block ends is aborted, however it ends. ``open`` has the
+    slots by the number of their chunk; whoever takes one out of it owns it.
     """
 
-    def __init__(self, core: Core, outcomes: Sequence[ReserveStatus | Slot]) -> None:
-        self._core = core
+    def __init__(
+        self, index: Index, seal: Callable[[Slot], bool], outcomes: Sequence[ReserveStatus | Slot]
+    ) -> None:
         self.open = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, Slot)}
-        """What is neither sealed nor given back yet."""
+        self._index = index
+        self._seal = seal
 
     def __enter__(self) -> Writing:
         return self
@@ -29,9 +32,22 @@ class Writing:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._core.give_back_all(self.open.values())
-        self.open.clear()
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is open."""
+        slots, self.open = self.open, {}
+        self._index.give_back_all(slots.values())
 
     def seal(self, chunk: int) -> bool:
         """All bytes of a chunk's slot are there. False if the chunk was cleared meanwhile."""
-        return self._core.seal(self.open.pop(chunk))
+        return self._seal(self.open.pop(chunk))
+
+    def seal_all(self) -> Steps[list[int]]:
+        """All bytes of all slots are there; which chunks were not cleared meanwhile."""
+        sealed = []
+        for chunk in list(self.open):
+            if self.seal(chunk):
+                sealed.append(chunk)
+            yield
+        return sealed

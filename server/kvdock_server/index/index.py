@@ -45,6 +45,11 @@ class Slot(NamedTuple):
     shard: int
     offset: int
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the shard."""
+        return self.part.chunk.space.shard_bytes(self.part.position, self.shard)
+
 
 class HitSpan(NamedTuple):
     """The parts of one group that a hit needs: chunks ``first`` to ``first + len(parts)``."""
@@ -345,9 +350,8 @@ class Index:
 
     def free(self, slot: Slot) -> None:
         """Free the memory of a slot that was disowned."""
-        size = slot.part.chunk.space.shard_bytes(slot.part.position, slot.shard)
         self._slots.free(slot.offset)
-        self.reserved_bytes -= self._slots.slot_bytes(size)
+        self.reserved_bytes -= self._slots.slot_bytes(slot.nbytes)
 
     def give_up_overdue(self, now: float) -> None:
         """Remove parts whose missing shards nobody is writing and whose deadline has passed."""

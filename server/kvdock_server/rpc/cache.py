@@ -11,7 +11,7 @@ import grpc
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import cache_pb2_grpc
 from kvdock.v1 import types_pb2 as types
-from kvdock_server.core.sessions import Session
+from kvdock_server.core import Session
 from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import invalid
 from kvdock_server.rpc import limits, verbs
@@ -131,7 +131,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 "128 KiB"
             )
         inline = self._service.inline
-        with inline.get(
+        with self._core.reading(
             request.namespace, group_idx(request), request.kv_worker_id, request.keys
         ) as shards:
             for index, shard in enumerate(shards):

@@ -8,17 +8,18 @@ from typing import Any
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
-from kvdock_server.core import Core, LocatedShard
-from kvdock_server.core.reading import LeaseRange
-from kvdock_server.core.sessions import Mode
-from kvdock_server.errors import invalid
-from kvdock_server.index.namespace import (
+from kvdock_server.core import (
     MAX_CHUNK_TOKENS,
     MAX_KV_WORLD_SIZE,
+    Core,
     Group,
     GroupKind,
+    LeaseRange,
+    LocatedShard,
+    Mode,
     Namespace,
 )
+from kvdock_server.errors import invalid
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.loads import RetrieveCall

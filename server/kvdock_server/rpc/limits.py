@@ -13,9 +13,15 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
-from kvdock_server.core import MAX_KEYS, MAX_LOCK_RANGES, MAX_READERS
+from kvdock_server.core import (
+    MAX_GROUPS,
+    MAX_KEYS,
+    MAX_KV_WORLD_SIZE,
+    MAX_LABELS,
+    MAX_LOCK_RANGES,
+    MAX_READERS,
+)
 from kvdock_server.errors import invalid
-from kvdock_server.index.namespace import MAX_GROUPS, MAX_KV_WORLD_SIZE, MAX_LABELS
 
 MAX_REGIONS = 4_096
 """Pieces of a block, over all groups: a dozen for each layer of the deepest models."""

@@ -12,10 +12,8 @@ from typing import Any
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
-from kvdock_server.core import Core, check_session
-from kvdock_server.core.sessions import Mode, Session
+from kvdock_server.core import Core, LockRange, Mode, ReserveStatus, Session, Slot, check_session
 from kvdock_server.errors import invalid
-from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.rpc.conversions import (
     event_data,
     exported_memory,
@@ -42,7 +40,7 @@ RESERVE_STATUS = {
 def register_namespace(
     core: Core, session: Session | None, request: pb.RegisterNamespaceRequest
 ) -> pb.RegisterNamespaceResponse:
-    created = core.index.register(namespace_from_proto(request.namespace))
+    created = core.register_namespace(namespace_from_proto(request.namespace))
     return pb.RegisterNamespaceResponse(epoch=core.epoch, created=created)
 
 
@@ -60,14 +58,8 @@ def lookup(core: Core, session: Session | None, request: pb.LookupRequest) -> pb
         hit_chunks=hit.chunks,
         lease_id=hit.lease.lease_id if hit.lease else 0,
     )
-    if hit.spans:
-        groups = core.index.space(request.namespace).namespace.groups
-        for span in hit.spans:
-            response.groups.add(
-                group_idx=groups[span.position].group_idx,
-                first_chunk=span.first,
-                end_chunk=span.first + len(span.parts),
-            )
+    for group, first_chunk, end_chunk in hit.ranges:
+        response.groups.add(group_idx=group, first_chunk=first_chunk, end_chunk=end_chunk)
     return response
 
 
@@ -77,7 +69,7 @@ def free_locks(
     released = yield from core.free_locks_in_steps(
         session,
         [
-            (
+            LockRange(
                 lock.lease_id,
                 lock.first_chunk,
                 lock.end_chunk,
@@ -104,22 +96,15 @@ def reserve(
         event_data(core, request),
     )
     response = pb.ReserveResponse(epoch=core.epoch)
-    try:
+    with core.writing(outcomes) as writing:
         for outcome in outcomes:
             if isinstance(outcome, Slot):
-                part = outcome.part
-                nbytes = part.chunk.space.shard_bytes(part.position, outcome.shard)
-                location = types.Location(offset=outcome.offset, length=nbytes)
+                location = types.Location(offset=outcome.offset, length=outcome.nbytes)
                 response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
             else:
                 response.chunks.add(status=RESERVE_STATUS[outcome])
             yield
-    except BaseException:  # nobody awaits the answer any more
-        core.give_back_all(outcome for outcome in outcomes if isinstance(outcome, Slot))
-        raise
-    reservation = core.open_reservation(session, outcomes)
-    if reservation is not None:
-        response.reservation_id = reservation.reservation_id
+        response.reservation_id = core.open_reservation(session, writing)
     return response
 
 

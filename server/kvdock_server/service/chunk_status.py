@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Final
 
-from kvdock_server.index.index import ReserveStatus
+from kvdock_server.core import ReserveStatus
 
 
 class ChunkStatus(Enum):

@@ -11,8 +11,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvdock_server.core.reading import LeaseRange
-from kvdock_server.core.sessions import Session
+from kvdock_server.core import LeaseRange, Session
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.transfer import LoadFollower
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
-from kvdock_server.core import Core, LocatedShard
-from kvdock_server.core.writing import Writing
+from kvdock_server.core import Core, LocatedShard, ReserveStatus, Slot, Writing
 from kvdock_server.errors import Reason, RequestError, invalid
-from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.turns import in_turns
 from kvdock_server.tiers.host.pool import Pool
@@ -84,21 +82,9 @@ class Inline:
                 None, namespace, group_idx, shard, parent_key, keys, event_data
             )
         )
-        with Writing(self._core, outcomes) as writing:
-            space = self._core.index.space(namespace)
-            nbytes = space.shard_bytes(space.namespace.position(group_idx), shard)
+        with self._core.writing(outcomes) as writing:
+            nbytes = self._core.shard_bytes(namespace, group_idx, shard)
             yield Put(outcomes, writing, self._pool, nbytes)
-
-    @contextmanager
-    def get(
-        self, namespace: str, group_idx: int | None, shard: int, keys: Sequence[bytes]
-    ) -> Iterator[list[LocatedShard]]:
-        """The shards of the first keys that are all there. They stay until the block ends."""
-        shards = self._core.readable(namespace, group_idx, shard, keys)
-        try:
-            yield shards
-        finally:
-            self._core.done_reading(shards)
 
     def pieces(self, shard: LocatedShard, nbytes: int) -> Iterator[memoryview]:
         """A shard's bytes, so many at a time. When all are taken, it counts as retrieved."""

@@ -11,9 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvdock_server.core import MAX_KEYS, MAX_READERS, Core
-from kvdock_server.core.reading import LeaseRange, LockedShards
-from kvdock_server.core.sessions import Session
+from kvdock_server.core import (
+    MAX_KEYS,
+    MAX_READERS,
+    Core,
+    LeaseRange,
+    LockedShards,
+    LockRange,
+    Session,
+)
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import ChunkStatus
@@ -62,9 +68,7 @@ class DeviceLoads:
             return await self._ask(session, call, call.filled_by, deadline)
         if call.also_fill:
             await self._memory.wait_for(session, call.also_fill, deadline)
-        locked = LockedShards(
-            self._core, session, call.chunks, shard=call.shard, reader=call.reader
-        )
+        locked = self._core.locate(session, call.chunks, shard=call.shard, reader=call.reader)
         named = self._named(session, call, locked)
         failed = [ChunkStatus.FAILED] * len(locked.shards)
         outcomes: dict[int, list[ChunkStatus]] = {}
@@ -159,7 +163,18 @@ class DeviceLoads:
             statuses = await fill.ask(seconds)
         finally:
             self._fills.forget(session.engine_id, session.worker_id, chunks, fill)
-            self._core.end_retrieve(session, *chunks, [call.reader])
+            self._core.free_locks(
+                session,
+                [
+                    LockRange(
+                        chunks.lease_id,
+                        chunks.first_chunk,
+                        chunks.end_chunk,
+                        call.reader,
+                        chunks.group_idx,
+                    )
+                ],
+            )
         failed = [ChunkStatus.FAILED] * (chunks.end_chunk - chunks.first_chunk)
         if statuses is None:
             logger.warning(

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakSet
 
-from kvdock_server.core import Core
-from kvdock_server.core.sessions import Mode, Role, Session
+from kvdock_server.core import Core, Mode, Role, Session
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.transfer import (
     DeviceAllocation,
@@ -212,10 +211,11 @@ class RegisteredMemory:
             leader.expect_follower(follower)
 
     async def _open(self, session: Session, exported: ExportedMemory) -> WorkerMemory:
-        space = self._core.index.space(exported.namespace)
+        self._core.check_namespace(exported.namespace)
         for group_idx, layout in exported.groups.items():
-            position = space.namespace.position(group_idx)
-            shard_bytes = space.shard_bytes(position, session.kv_worker_id)
+            shard_bytes = self._core.shard_bytes(
+                exported.namespace, group_idx, session.kv_worker_id
+            )
             if layout.chunk_bytes != shard_bytes:
                 raise invalid(
                     f"group {group_idx}: {layout.blocks_per_chunk} blocks of {layout.block_bytes} "

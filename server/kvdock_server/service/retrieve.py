@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvdock_server.core import Core, LocatedShard, check_session
-from kvdock_server.core.sessions import Mode, Session
+from kvdock_server.core import Core, LocatedShard, Mode, Session, check_session
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.loads import DeviceLoads, RetrieveCall
 from kvdock_server.service.memory import RegisteredMemory
@@ -40,10 +39,12 @@ def locate(core: Core, session: Session | None, call: RetrieveCall) -> Steps[lis
     if call.copy.names_blocks or call.also_fill or call.filled_by is not None:
         # Perhaps of a session that was of server mode a moment ago: nobody would copy.
         check_session(session, Mode.SERVER)
-    located = yield from core.locate_in_steps(session, *call.chunks, call.shard, call.reader)
-    core.count_retrieved([shard for shard in located if shard is not None])
+    locked = yield from core.locate_in_steps(
+        session, call.chunks, shard=call.shard, reader=call.reader
+    )
+    core.count_retrieved(list(locked.located.values()))
     chunks = []
-    for shard in located:
+    for shard in locked.shards:
         status = ChunkStatus.NOT_LOCKED if shard is None else ChunkStatus.RETRIEVED
         chunks.append(RetrievedChunk(status, shard))
         yield

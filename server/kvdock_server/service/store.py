@@ -9,10 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvdock_server.core import Core, check_session
-from kvdock_server.core.sessions import Mode, Session
-from kvdock_server.core.writing import Writing
-from kvdock_server.index.index import Slot
+from kvdock_server.core import Core, Mode, Session, Slot, check_session
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.memory import RegisteredMemory
@@ -62,7 +59,7 @@ class DeviceStores:
             ChunkStatus.FAILED if isinstance(outcome, Slot) else OF_RESERVE[outcome]
             for outcome in outcomes
         ]
-        with Writing(self._core, outcomes) as writing:
+        with self._core.writing(outcomes) as writing:
             chunks = list(writing.open)
             if not chunks:
                 return statuses
@@ -81,6 +78,6 @@ class DeviceStores:
                 logger.warning("a store of %d chunks failed: %s", len(chunks), error)
                 return statuses
             self._core.counters.device_to_host_bytes += len(chunks) * group.layout.chunk_bytes
-            for chunk in await in_turns(self._core.seal_all(writing.open)):
+            for chunk in await in_turns(writing.seal_all()):
                 statuses[chunk] = ChunkStatus.STORED
         return statuses
