@@ -101,6 +101,7 @@ async def _tidy(core: Core) -> None:
     """Carry out what calls leave behind, as soon as they do."""
     something = asyncio.Event()
     core.backlog.has_come = something.set
+    something.set()  # something may have come already
     while True:
         await something.wait()
         something.clear()

@@ -97,6 +97,8 @@ class Kind:
     reconnect: bool = False
     asynchronous: bool = False
     stopped: bool = False
+    lagging: bool = False
+    """It is stopped for whole rounds, until it has fallen behind the log at any machine's pace."""
 
 
 KINDS = [
@@ -104,7 +106,7 @@ KINDS = [
     Kind("fast 2"),
     Kind("asyncio", asynchronous=True),
     Kind("slow", pause=0.0005),
-    Kind("very slow", pause=0.003),
+    Kind("very slow", pause=0.003, lagging=True),
     Kind("reconnecting", reconnect=True),
     Kind("stopped", stopped=True),
     Kind("one namespace", only=Filter(("hybrid",))),
@@ -391,9 +393,17 @@ def check(seconds: float, seed: int) -> Counter[str]:
         server = start()
         readers = [Reader(kind, server.address) for kind in KINDS]
         writer = Writer(server.address, chance)
+        (lagging,) = (reader for reader in readers if reader.kind.lagging)
+        lag_steps = 2 * LOG_EVENTS
         try:
             for point, until in enumerate(quiet_points(seconds, chance)):
-                while time.monotonic() < until:
+                lags = point % 5 in (1, 4)
+                resyncs = lagging.counts["resyncs"]
+                if lags:
+                    lagging.signal(signal.SIGSTOP)
+                steps = 0
+                while time.monotonic() < until or (lags and steps < lag_steps):
+                    steps += 1
                     for reader in readers:
                         if reader.kind.stopped and chance.random() < 0.01:
                             reader.signal(chance.choice([signal.SIGSTOP, signal.SIGCONT]))
@@ -413,9 +423,11 @@ def check(seconds: float, seed: int) -> Counter[str]:
                 else:
                     writer.finish()
                 for reader in readers:
-                    if reader.kind.stopped:
+                    if reader.kind.stopped or reader.kind.lagging:
                         reader.signal(signal.SIGCONT)
                 compare(writer.client, readers, totals)
+                if lags and lagging.counts["resyncs"] == resyncs:
+                    lag_steps *= 2  # the reader still got all that happened
         except KVDockError as error:
             raise AssertionError(f"the writer failed: {error}\n{server.log_text}") from error
         finally:

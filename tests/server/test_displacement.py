@@ -28,7 +28,7 @@ POOL = 4 * GIB
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
-@pytest.mark.parametrize("prompt_chunks", [1, 8])
+@pytest.mark.parametrize("prompt_chunks", [1, 64])
 def test_the_second_model_gets_what_it_would_get_in_a_fresh_pool(
     pair: Pair, prompt_chunks: int
 ) -> None:
@@ -57,6 +57,23 @@ def test_what_is_in_use_stays_and_the_rest_of_the_pool_is_not_lost() -> None:
     assert second.bytes >= 0.85 * (POOL - in_use)
 
 
+def test_what_was_stored_between_others_chunks_is_moved_together_once_they_are_unused() -> None:
+    pool = 8 * GIB
+    fresh = Model(core_of(pool), "second", QWEN3_14B, 1)
+    fresh.store(pool)
+    core = core_of(pool)
+    prompts = Model(core, "first", LLAMA_8B, 1).store(pool)
+    leases = [core.lookup(None, "first", keys).lease for keys in prompts[::6]]  # in each third slab
+    second = Model(core, "second", QWEN3_14B, 1)
+    second.store(2 * pool)
+    assert second.bytes < 0.6 * fresh.bytes
+    for lease in leases:
+        assert lease is not None
+        core.leases.release(lease)
+    second.store(4 * pool)
+    assert second.bytes >= 0.95 * fresh.bytes
+
+
 def test_a_model_that_is_used_keeps_what_it_uses_beside_one_that_stores_much() -> None:
     core = core_of(POOL)
     used = Model(core, "used", LLAMA_8B, 8).store(POOL // 4)
@@ -68,6 +85,15 @@ def test_a_model_that_is_used_keeps_what_it_uses_beside_one_that_stores_much() -
             assert lease is not None
             assert core.leases.release(lease) == len(keys)
     assert other.bytes >= 0.9 * (POOL - POOL // 4)
+
+
+def test_a_reserve_gets_all_that_can_be_emptied() -> None:
+    core = core_of(64 * MIB, slab=MIB)
+    prompts = Model(core, "first", MIB // 4, 1).store(64 * MIB)
+    for (key,) in prompts[: -4 * 28 : 4]:  # one in each slab but for the last 28
+        assert core.lookup(None, "first", [key]).lease
+    Model(core, "second", MIB, 34).store(MIB)
+    assert core.index.space("second").visible_parts == 28
 
 
 def test_room_for_any_shard_is_made_of_chunks_whose_shards_differ_in_size() -> None:

@@ -102,3 +102,19 @@ def test_fits_is_about_the_pool_not_about_what_is_free() -> None:
     slots = SlotAllocator(4 * SLAB, SLAB)
     assert slots.fits(4 * SLAB)
     assert not slots.fits(4 * SLAB + 1)
+
+
+def test_slabs_that_are_being_emptied_serve_nobody_else() -> None:
+    slots = SlotAllocator(4 * SLAB, SLAB)
+    slots.add(0, 4 * SLAB)
+    taken = [slots.allocate(PAGE_BYTES) for _ in range(4 * SLAB // PAGE_BYTES)]
+    slots.claim(0, 2)
+    for offset in taken[: 2 * SLAB // PAGE_BYTES]:
+        assert offset is not None
+        slots.free(offset)
+        assert slots.allocate(PAGE_BYTES) is None
+        assert slots.allocate_anywhere(SLAB) is None
+    assert slots.is_empty(0, 2)
+    assert slots.start_run(0, 2, 2 * SLAB) == 0
+    slots.free(0)
+    assert slots.allocate(2 * SLAB) == 0

@@ -287,10 +287,10 @@ class Crowd:
 
     def run(self, rounds: int) -> None:
         begin: list[tuple[int, Callable[[], None]]] = [
-            (8, self.begin_store),
-            (4, self.begin_session_store),
-            (3, self.lookup),
-            (2, self.free_some),
+            (20, self.begin_store),
+            (10, self.begin_session_store),
+            (10, self.lookup),
+            (5, self.free_some),
             (2, self.begin_evict),
             (1, self.clear),
             (1, self.end_session),
@@ -301,7 +301,7 @@ class Crowd:
         for _ in range(rounds):
             if len(self.under_way) < 8:
                 self.random.choices(verbs_, weights)[0]()
-            for _ in range(self.random.randrange(6)):
+            for _ in range(self.random.randrange(20)):
                 self.go_on()
             if self.random.random() < 0.5:
                 self.core.backlog.step()
@@ -404,13 +404,14 @@ class Crowd:
             self.under_way.remove(call)
 
     def check(self) -> None:
-        """No memory serves two: not what is locked, and not what is being written."""
+        """What is locked stays, and no memory serves two: not that, nor what is being written."""
         places: dict[int, object] = {offset: slot.part for offset, (_, slot) in self.taken.items()}
         for lease in self.core.leases:
             for locked in lease.spans:
                 for index, part in enumerate(locked.span.parts):
                     if locked.held_by_any() >> index & 1:
                         assert part.pins
+                        assert not part.detached or lease.space.is_cleared, "it was evicted"
                         (offset,) = part.slots
                         assert places.setdefault(offset, part) is part
         for session in self.sessions:

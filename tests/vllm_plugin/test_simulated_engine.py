@@ -138,18 +138,32 @@ def test_two_engines_at_once(start_engine: StartEngine) -> None:
 
 
 def test_one_request_is_one_lookup_however_often_the_scheduler_asks(
-    start_engine: StartEngine, kvdock: Any
+    start_engine: StartEngine, kvdock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_engine().generate(prompt(8 * C))
     asked = status(kvdock).counters.lookups
-    # Room for one of the requests at a time, so that the second is asked about again and again.
+    go_on = threading.Event()
+    real = WorkerHalf._load
+
+    def held(self: WorkerHalf, ended: Any) -> None:
+        go_on.wait(30)
+        real(self, ended)
+
+    monkeypatch.setattr(WorkerHalf, "_load", held)
+    # Room for one load at a time, so that the second request is asked about again and again.
     engine = start_engine(num_blocks=8 * C // BLOCK_TOKENS + 8)
-    for name in "ab":
-        engine.add(name, prompt(8 * C), max_tokens=30, kv_transfer_params=ASK)
+    engine.add("a", prompt(8 * C), max_tokens=30, kv_transfer_params=ASK)
+    # The answers of lookups may overtake one another.
+    step_until_loading(engine)
+    engine.add("b", prompt(8 * C), max_tokens=30, kv_transfer_params=ASK)
+    for _ in range(10):
+        engine.step()
+    go_on.set()
     engine.run()
     assert status(kvdock).counters.lookups == asked + 2
     assert engine.outcomes["a"].tokens == engine.outcomes["b"].tokens
     assert extra(engine.outcomes["a"]) == 8 * C
+    assert extra(engine.outcomes["b"]) == BLOCK_TOKENS, "the engine has all but the last block"
 
 
 def test_a_request_that_may_not_read_the_cache_is_not_looked_up(
@@ -364,23 +378,34 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     # 12 blocks, of which the request has 5.
     engine = start_engine(num_blocks=13)
     engine.add("r", prompt(C + 9), max_tokens=7)
-    while not reached.wait(0.01):
+    # No step more than the store needs to begin: a request that ends has nothing to be preempted.
+    worker = engine.ranks[0].connector._of_worker
+    while not worker._open_stores:
         engine.step()
+    assert reached.wait(30)
     (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
+    copied = set(blocks[: C // BLOCK_TOKENS])
     assert engine.preempt_all()
-    engine.step()
-    (others,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
-    assert not set(blocks) & set(others)
+    others = step_until_it_has_blocks(engine, "r")
+    assert not copied & set(others)
     # Whoever gets the blocks now writes there, while the copy goes on.
     engine.add("heir", prompt(7 * BLOCK_TOKENS, seed=1))
-    engine.step()
-    (inherited,) = engine.scheduler.kv_cache_manager.get_block_ids("heir")
+    inherited = step_until_it_has_blocks(engine, "heir")
     go_on.set()
-    assert set(blocks[:4]) <= set(inherited)
+    assert copied <= set(inherited)
     engine.run()
     warm = start_engine().generate(prompt(C + 9), max_tokens=7, kv_transfer_params=ASK)
     assert warm.tokens == engine.outcomes["r"].tokens
     assert extra(warm) == C, "what the resumed request stored is there"
+
+
+def step_until_it_has_blocks(engine: SimulatedEngine, name: str) -> list[int]:
+    """Steps until the request is scheduled, which takes an answer from the server; its blocks."""
+    while True:
+        engine.step()
+        (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
+        if blocks:
+            return list(blocks)
 
 
 def test_requests_preempted_and_resumed_in_one_step(engine: SimulatedEngine) -> None:
