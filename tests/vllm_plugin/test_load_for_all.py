@@ -17,7 +17,7 @@ from kvdock import errors
 from kvdock.v1 import types_pb2
 from kvdock_server.errors import RequestError
 from kvdock_server.rpc import verbs
-from kvdock_server.rpc.status import to_proto
+from kvdock_server.rpc.grpc_errors import to_proto
 from kvdock_server.transfer import gpu
 from kvdock_vllm.metadata import GroupLoad, Target
 from kvdock_vllm.parallel import ParallelStrategy

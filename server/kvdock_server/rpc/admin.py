@@ -13,7 +13,7 @@ from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
 from kvdock_server.core import Core, ListedPart
 from kvdock_server.rpc.conversions import namespace_to_proto
-from kvdock_server.rpc.status import Context, streaming, unary
+from kvdock_server.rpc.grpc_errors import Context, streaming, unary
 from kvdock_server.service.turns import in_turns
 from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers

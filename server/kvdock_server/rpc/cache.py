@@ -16,7 +16,7 @@ from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import invalid
 from kvdock_server.rpc import limits, verbs
 from kvdock_server.rpc.conversions import event_data, group_idx, statuses
-from kvdock_server.rpc.status import STALL_SECONDS, Context, stalled, streaming, unary
+from kvdock_server.rpc.grpc_errors import STALL_SECONDS, Context, stalled, streaming, unary
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.service import Service
 from kvdock_server.service.turns import in_turns

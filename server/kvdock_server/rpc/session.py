@@ -13,7 +13,7 @@ from kvdock_server import __version__
 from kvdock_server.core import sessions
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.rpc import limits, verbs
-from kvdock_server.rpc.status import Context, abort, as_request_error, to_proto
+from kvdock_server.rpc.grpc_errors import Context, abort, as_request_error, to_proto
 from kvdock_server.service.service import Service
 from kvdock_server.tiers.host.pool import Pool
 
