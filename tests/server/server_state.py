@@ -284,7 +284,7 @@ def _sessions(core: Core) -> Iterator[SessionState]:
         slots = [
             slot
             for reservation in session.reservations.values()
-            for slot in (*reservation.open.values(), *reservation.disowned)
+            for slot in (*reservation.open.values(), *reservation.orphaned)
         ]
         yield SessionState(
             session.engine_id,

@@ -399,7 +399,7 @@ def test_a_prefix_that_failed_can_be_stored_again_under_what_extends_it() -> Non
     assert isinstance(first, Slot)
     assert isinstance(second, Slot)
     core.seal(second)
-    core.index.give_back(first)
+    core.index.abort(first)
     assert hit(core, prompt(1, 2)) == 0
     assert store(core, prompt(1)) == [ReserveStatus.RESERVED]
     assert hit(core, prompt(1, 2)) == 2
@@ -440,7 +440,7 @@ def test_chunks_that_leave_are_not_kept_in_memory_by_cycles(way: str) -> None:
             core.clear("n")
         for slot in writing:
             assert isinstance(slot, Slot)
-            core.index.give_back(slot)
+            core.index.abort(slot)
         if found.lease is not None:
             core.leases.release(found.lease)
         if way == "for others":
@@ -649,9 +649,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.seal(slot)
 
     @rule(slot=consumes(slots))
-    def give_back(self, slot: Slot) -> None:
+    def abort(self, slot: Slot) -> None:
         self.open.discard(slot)
-        self.core.index.give_back(slot)
+        self.core.index.abort(slot)
 
     @rule(target=leases, path=paths, readers=st.integers(1, 2))
     def lookup(self, path: list[int], readers: int) -> object:

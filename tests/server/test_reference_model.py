@@ -626,8 +626,8 @@ class ServerMachine(RuleBasedStateMachine):
         if complete:
             assert self.core.seal(writing.slot) == self.model.seal(writing.model)
         else:
-            self.core.index.give_back(writing.slot)
-            self.model.give_back(writing.model)
+            self.core.index.abort(writing.slot)
+            self.model.abort_slot(writing.model)
 
     @rule(
         target=reservations,

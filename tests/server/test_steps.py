@@ -365,7 +365,7 @@ class Crowd:
             else:
                 yield from self.core.commit_in_steps(session, reserved.reservation_id, [])
         except RequestError as error:
-            assert session.disowned
+            assert session.orphaned
             assert error.reason in (
                 Reason.UNKNOWN_SESSION,
                 Reason.SESSION_EXPIRED,
@@ -416,7 +416,7 @@ class Crowd:
                         assert places.setdefault(offset, part) is part
         for session in self.sessions:
             for reservation in session.reservations.values():
-                for slot in (*reservation.open.values(), *reservation.disowned):
+                for slot in (*reservation.open.values(), *reservation.orphaned):
                     assert places.setdefault(slot.offset, slot.part) is slot.part
 
 

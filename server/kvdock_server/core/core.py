@@ -132,14 +132,14 @@ class Core:
 
         Memory that its process may still be writing to is released when it cannot any more.
         """
-        session.disowned = True
+        session.orphaned = True
         self.sessions.close(session)
         self.backlog.add(self._end(session))
 
     def sweep(self) -> None:
         """Carry out what time alone brings about. Call it about once a second."""
         now = self.clock()
-        self.backlog.add(self._reservations.free_unmapped())
+        self.backlog.add(self._reservations.reclaim_unmapped())
         self.backlog.add(self.leases.expire(now))
         self.index.give_up_overdue(now)
         if self.events is not None:
@@ -147,7 +147,7 @@ class Core:
         for session in self.sessions:
             silent = now - session.last_seen > session.ttl and not session.is_held_up
             if silent and not session.expired:
-                session.expired = session.disowned = True
+                session.expired = session.orphaned = True
                 self.backlog.add(self._let_go(session))
 
     def excuse_silence(self, seconds: float) -> None:
@@ -288,7 +288,7 @@ class Core:
         """Find memory for one shard of consecutive chunks of a prompt.
 
         ``event_data`` is what events are to tell about them, encoded, one for each or none. The
-        caller owns the slots, and seals or gives back each of them.
+        caller owns the slots, and seals or aborts each of them.
         """
         return at_once(
             self.reserve_in_steps(
@@ -306,7 +306,7 @@ class Core:
         keys: Sequence[bytes],
         event_data: Sequence[bytes] = (),
     ) -> Steps[list[ReserveStatus | Slot]]:
-        """Likewise. Closed before its end, it gives back what it has reserved."""
+        """Likewise. Closed before its end, it aborts what it has reserved."""
         self._refuse_when_draining()
         check_keys(keys)
         if len(parent_key) not in (0, KEY_BYTES):
@@ -347,7 +347,7 @@ class Core:
         """
         if not writing.open:
             return 0
-        if session.disowned:
+        if session.orphaned:
             self.sessions.with_token(session.token)
         slots, writing.open = writing.open, {}
         return self._reservations.open(session, slots).reservation_id
@@ -456,7 +456,7 @@ class Core:
                 if self._has_successor(session):
                     break
                 yield from self.leases.release_in_steps(lease, readers=[session.worker_id])
-        yield from self._reservations.disown(session)
+        yield from self._reservations.orphan(session)
 
     def _has_successor(self, session: Session) -> bool:
         """True if the same worker has connected anew, and holds its locks by that session."""

@@ -37,7 +37,7 @@ class Writing:
     def close(self) -> None:
         """Abort what is open."""
         slots, self.open = self.open, {}
-        self._index.give_back_all(slots.values())
+        self._index.abort_all(slots.values())
 
     def seal(self, chunk: int) -> bool:
         """All bytes of a chunk's slot are there. False if the chunk was cleared meanwhile."""

@@ -1,6 +1,6 @@
 """Store in server mode: out of a worker's device memory into the pool.
 
-Until such a copy is over its slots stay put: they are given back only then.
+Until such a copy is over its slots stay put: they are aborted or sealed only then.
 """
 
 from __future__ import annotations
