@@ -314,8 +314,8 @@ def server_work_row(effort: Effort) -> Row:
 
     In CPU time of its thread: what other processes do to the clock is no work of the server.
     """
+    from kvdock_server.core import LockRange, Role
     from kvdock_server.rpc import verbs
-    from kvdock_server.sessions import Role
 
     core = core_with_memory(SERVER_WORK_CHUNKS)
     keys = prompt_keys(SERVER_WORK_CHUNKS)
@@ -333,7 +333,7 @@ def server_work_row(effort: Effort) -> Row:
         answer.SerializeToString()
         seconds.append(time.thread_time() - started)
         lease_id = answer.lookup.lease_id
-        if core.free_locks(session, [(lease_id, 0, 0, None, None)]) != [len(keys)]:
+        if core.free_locks(session, [LockRange(lease_id)]) != [len(keys)]:
             raise RuntimeError("a lookup of cached chunks did not lock them all")
     median = percentile(seconds, 50)
     return Row(
@@ -366,8 +366,8 @@ def index_row(effort: Effort) -> Row:
 def core_with_memory(chunks: int) -> Any:
     """A server's core in this process, with room for so many chunks in memory that is not there."""
     from kvdock_server.core import Core
-    from kvdock_server.pool.slots import SlotAllocator
     from kvdock_server.rpc import verbs
+    from kvdock_server.tiers.host.slots import SlotAllocator
 
     slab = 64 << 20
     pool = -(-chunks * SHARD_BYTES // slab) * slab

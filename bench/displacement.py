@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 from kvdock_server.core import Core
 from kvdock_server.index.index import Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.pool import slab_bytes
-from kvdock_server.pool.slots import SlotAllocator
+from kvdock_server.tiers.host.pool import slab_bytes
+from kvdock_server.tiers.host.slots import SlotAllocator
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20

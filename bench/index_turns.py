@@ -25,9 +25,10 @@ from displacement import PAIRS, share_of_fresh
 from report import Row, milliseconds, print_report
 
 from kvdock.v1 import admin_pb2, cache_pb2
+from kvdock_server.core.sessions import Role
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.admin import AdminService
-from kvdock_server.sessions import Role
+from kvdock_server.service.service import Service
 
 PARTS: Final = 1_000_000
 QUICK_PARTS: Final = 100_000
@@ -126,10 +127,11 @@ class Turns:
             )
             if hit.hit_chunks != MANY:
                 raise RuntimeError("a lookup of cached chunks missed")
+        service: Any = Service(core, None, None)  # type: ignore[arg-type]
         retrieve = cache_pb2.RetrieveRequest(lease_id=hit.lease_id)
         await measure(
             f"Retrieve of {MANY:,} chunks, shared",
-            lambda: verbs.retrieve_shared(core, scheduler, retrieve),
+            lambda: verbs.retrieve(service, scheduler, retrieve),
         )
         await measure(
             f"end of a session with 8 leases on {MANY:,} chunks",
@@ -176,7 +178,7 @@ class Turns:
 
 
 async def _in_turns(steps: Any) -> Any:
-    from kvdock_server.rpc.turns import in_turns
+    from kvdock_server.service.turns import in_turns
 
     return await in_turns(steps)
 

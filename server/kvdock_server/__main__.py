@@ -13,7 +13,7 @@ from kvdock_server import config as configuration
 from kvdock_server import lifecycle
 from kvdock_server.endpoint import EndpointError
 from kvdock_server.malloc_tuning import keep_freed_memory
-from kvdock_server.pool.memory_limits import PoolError
+from kvdock_server.tiers.host.memory_limits import PoolError
 
 _USAGE_ERROR = 2
 

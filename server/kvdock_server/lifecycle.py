@@ -12,10 +12,10 @@ from kvdock_server.core import Core
 from kvdock_server.endpoint import claim, refuse_taken
 from kvdock_server.events.log import Limits
 from kvdock_server.metrics import MetricsEndpoint
-from kvdock_server.pool.pool import Pool
-from kvdock_server.pool.segment import reclaim_stale_segments
 from kvdock_server.rpc.server import Server
-from kvdock_server.rpc.turns import in_turns
+from kvdock_server.service.turns import in_turns
+from kvdock_server.tiers.host.pool import Pool
+from kvdock_server.tiers.host.segment import reclaim_stale_segments
 from kvdock_server.transfer import GpuTransfers
 from kvdock_server.umask import private_files
 

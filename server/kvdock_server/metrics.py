@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from kvdock_server import __version__
 from kvdock_server.core import Core
-from kvdock_server.pool.pool import Pool
+from kvdock_server.tiers.host.pool import Pool
 
 logger = logging.getLogger(__name__)
 

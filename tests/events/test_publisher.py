@@ -25,8 +25,8 @@ from kvdock_server.events.log import Limits
 from kvdock_server.index.chunk import Part
 from kvdock_server.index.index import _MAX_NAMESPACES, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
 from kvdock_server.rpc.events import _filter
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 SLAB = 4 * PAGE_BYTES
 ROOMY = Limits(1 << 30, 1 << 20)
@@ -98,7 +98,7 @@ def test_a_child_waits_for_a_parent_that_is_stored_anew() -> None:
     core = make_core()
     first, second = reserve(core, prompt(1, 2))
     core.seal(second)
-    core.give_back(first)
+    core.index.abort(first)
     assert events_of(core) == []
     (first,) = reserve(core, prompt(1))
     core.seal(first)
@@ -109,7 +109,7 @@ def test_what_waited_in_vain_is_removed_in_silence() -> None:
     core = make_core()
     first, second = reserve(core, prompt(1, 2))
     core.seal(second)
-    core.give_back(first)
+    core.index.abort(first)
     core.index.evict(None)
     assert core.index.sealed_bytes == 0
     assert events_of(core) == []
@@ -259,7 +259,7 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
             slots = reserve(core, prompt(1, 2), group_idx=group_idx)
             for slot in slots[1:]:
                 core.seal(slot)
-            core.give_back(slots[0])
+            core.index.abort(slots[0])
         core.index.evict(None)
         (state,) = core.events._told.values()
         assert state.data == {}
@@ -314,8 +314,8 @@ class EventsMachine(RuleBasedStateMachine):
         self.core.seal(slot)
 
     @rule(slot=consumes(slots))
-    def give_back(self, slot: Slot) -> None:
-        self.core.give_back(slot)
+    def abort(self, slot: Slot) -> None:
+        self.core.index.abort(slot)
 
     @rule(path=paths)
     def look_up(self, path: list[int]) -> None:

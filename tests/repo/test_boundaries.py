@@ -94,6 +94,44 @@ def test_pure_packages_know_no_grpc_and_no_proto(package: str) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("package", ["rpc", "service"])
+def test_who_is_above_the_core_knows_no_index(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files(f"server/kvdock_server/{package}")
+        for name in imports(path)
+        if is_in(name, "kvdock_server.index")
+    ]
+    assert not wrong
+
+
+def test_core_does_not_wait_and_knows_nothing_above_it() -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files("server/kvdock_server/core")
+        for name in imports(path)
+        if name.split(".")[0] in {"asyncio", "threading", "grpc", "google", "kvdock"}
+        or any(is_in(name, f"kvdock_server.{above}") for above in ("rpc", "service", "transfer"))
+    ]
+    waiting = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno} waits"
+        for path in files("server/kvdock_server/core")
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.AsyncFunctionDef | ast.Await)
+    ]
+    assert not wrong + waiting
+
+
+def test_service_knows_no_grpc_and_no_proto() -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files("server/kvdock_server/service")
+        for name in imports(path)
+        if name.split(".")[0] in {"grpc", "google", "kvdock"} or is_in(name, "kvdock_server.rpc")
+    ]
+    assert not wrong
+
+
 def test_transfer_knows_nothing_of_the_rest_of_the_server() -> None:
     wrong = [
         f"{path.relative_to(REPOSITORY)} imports {name}"
@@ -170,7 +208,7 @@ def test_the_connectors_neutral_part_knows_no_vllm() -> None:
 
 
 def test_slots_of_the_pool_are_pure() -> None:
-    slots = REPOSITORY / "server/kvdock_server/pool/slots.py"
+    slots = REPOSITORY / "server/kvdock_server/tiers/host/slots.py"
     assert {name.split(".")[0] for name in imports(slots)} <= FOR_PURE_NUMBERS
 
 

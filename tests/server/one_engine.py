@@ -14,10 +14,11 @@ from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core
+from kvdock_server.core.sessions import Role, Session
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.pool import Pool
-from kvdock_server.rpc.copies import Copies
-from kvdock_server.sessions import Role, Session
+from kvdock_server.rpc import verbs
+from kvdock_server.service.service import Service
+from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
 sys.path.insert(0, str(Path(__file__).parent / "transfer"))
@@ -45,7 +46,7 @@ class Engine:
         segment = self.pool.segment
         self.transfers = GpuTransfers(segment.address, segment.nbytes)
         self.core = Core(self.pool.slots)
-        self.copies = Copies(self.core, self.transfers)
+        self.service = Service(self.core, self.pool, self.transfers)
         group = Group(None, GroupKind.FULL_ATTENTION, 0, (CHUNK,))
         self.core.index.register(Namespace("model", 16, 1, (group,), {}))
         self.scheduler = self.core.open_session(engine_id="one", role=Role.SCHEDULER)
@@ -61,7 +62,8 @@ class Engine:
             self.workers.append(await self.worker(reader, reader))
         cache = self.workers[0].cache
         cache[: len(KEYS) * CHUNK] = np.random.default_rng(1).integers(0, 256, len(KEYS) * CHUNK)
-        stored = await self.copies.store(
+        stored = await verbs.store(
+            self.service,
             self.workers[0].session,
             pb.StoreRequest(namespace="model", keys=KEYS, block_ids=range(len(KEYS) * PER_CHUNK)),
         )
@@ -87,7 +89,7 @@ class Engine:
         request.allocations.add(ipc_handle=handle, bytes=blocks * page, device_uuid=uuid(device))
         group = request.groups.add(num_blocks=blocks, blocks_per_chunk=per_chunk)
         group.regions.add(allocation=0, offset=0, block_stride=page, page_bytes=page)
-        response = await self.copies.register_memory(session, request)
+        response = await verbs.register_memory(self.service, session, request)
         assert response.mode == types.TRANSFER_MODE_SERVER
         return Worker(session, cache)
 
@@ -109,12 +111,12 @@ class Engine:
     ) -> list[types.ChunkStatus.ValueType]:
         if not request.reader:
             request.reader = reader
-        response = await self.copies.retrieve(self.workers[reader].session, request)
+        response = await verbs.retrieve(self.service, self.workers[reader].session, request)
         return [chunk.status for chunk in response.chunks]
 
     async def leave(self, reader: int) -> None:
         """As when a session's stream ends."""
-        await self.copies.release(self.workers[reader].session)
+        await self.service.memory.release(self.workers[reader].session)
         self.core.close_session(self.workers[reader].session)
 
     def is_filled(self, reader: int) -> bool:
@@ -129,7 +131,7 @@ class Engine:
 
     async def close(self) -> None:
         for worker in self.workers:
-            await self.copies.release(worker.session)
+            await self.service.memory.release(worker.session)
         await self.transfers.close()
         self.pool.stop()
         assert self.driver.opened == {}

@@ -30,10 +30,10 @@ from server_state import (
     State,
 )
 
+from kvdock_server.core import LockRange, Role
 from kvdock_server.errors import Reason
 from kvdock_server.index.index import ReserveStatus
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.sessions import Role
 
 PAGE_BYTES = 4096
 MAX_READERS = 256
@@ -94,7 +94,7 @@ class Session:
     closed: bool = False
     held_up: bool = False
     mapped: bool = True
-    disowned: bool = False
+    orphaned: bool = False
     reservations: dict[int, dict[int, Slot]] = field(default_factory=dict)
 
 
@@ -119,16 +119,6 @@ class Lease:
     ends: dict[int, int]
     locks: set[Lock]
     copying: set[int] = field(default_factory=set)
-
-
-class LockRange(NamedTuple):
-    """What a call wants to free; the fields are those of the protocol."""
-
-    lease_id: int
-    first: int
-    end: int
-    reader: int | None
-    group_idx: int | None
 
 
 class Model:
@@ -358,12 +348,12 @@ class Model:
         session.closed = True
         session.mapped = mapped
         self._let_go(session)
-        self._free_unmapped()
+        self._reclaim_unmapped()
 
     def sweep(self) -> None:
         """What time alone brings about, in the server's order."""
         now = self.clock()
-        self._free_unmapped()
+        self._reclaim_unmapped()
         for lease in list(self.leases.values()):
             if lease.expires_at is not None and lease.expires_at <= now:
                 self._release(lease, lease.locks)
@@ -399,13 +389,13 @@ class Model:
                 self._release(
                     lease, (lock for lock in lease.locks if lock.reader == session.worker)
                 )
-        if not session.disowned:
-            session.disowned = True
+        if not session.orphaned:
+            session.orphaned = True
             for slots in session.reservations.values():
                 for slot in slots.values():
                     self._stop_waiting(slot)
 
-    def _free_unmapped(self) -> None:
+    def _reclaim_unmapped(self) -> None:
         for session in self.sessions:
             if session.closed and not session.mapped:
                 for slots in session.reservations.values():
@@ -716,7 +706,7 @@ class Model:
         self.counters["stored_bytes"] += self.shard_bytes(part, slot.shard)
         return True
 
-    def give_back(self, slot: Slot) -> None:
+    def abort_slot(self, slot: Slot) -> None:
         """A shard will not come, and nobody writes it any more."""
         self._stop_waiting(slot)
         self.slots.remove(slot)
@@ -756,7 +746,7 @@ class Model:
         """Give back the rest of a reservation; how many chunks that is."""
         slots = session.reservations.pop(reservation_id, {})
         for slot in slots.values():
-            self.give_back(slot)
+            self.abort_slot(slot)
         return len(slots)
 
     def _stop_waiting(self, slot: Slot) -> None:

@@ -14,7 +14,7 @@ from kvdock_server.core import Core
 from kvdock_server.events import wire
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.index.chunk import Part
-from kvdock_server.pool.slots import SlotAllocator
+from kvdock_server.tiers.host.slots import SlotAllocator
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _sessions(core: Core) -> Iterator[SessionState]:
         slots = [
             slot
             for reservation in session.reservations.values()
-            for slot in (*reservation.open.values(), *reservation.disowned)
+            for slot in (*reservation.open.values(), *reservation.orphaned)
         ]
         yield SessionState(
             session.engine_id,

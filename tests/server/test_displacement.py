@@ -20,6 +20,7 @@ from displacement import (
     share_of_fresh,
 )
 
+from kvdock_server.core import LeaseRange
 from kvdock_server.index.index import Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 
@@ -39,7 +40,7 @@ def test_what_is_in_use_stays_and_the_rest_of_the_pool_is_not_lost() -> None:
     prompts = Model(core, "first", LLAMA_8B, 8).store(POOL)
     leases = [core.lookup(None, "first", keys).lease for keys in prompts[::4]]
     located = [
-        core.locate(None, lease.lease_id, None, 0, 0, shard=0, reader=0)
+        core.locate(None, LeaseRange(lease.lease_id), shard=0, reader=0).shards
         for lease in leases
         if lease is not None
     ]
@@ -47,7 +48,7 @@ def test_what_is_in_use_stays_and_the_rest_of_the_pool_is_not_lost() -> None:
     second = Model(core, "second", QWEN3_14B, 8)
     second.store(2 * POOL)
     assert located == [
-        core.locate(None, lease.lease_id, None, 0, 0, shard=0, reader=0)
+        core.locate(None, LeaseRange(lease.lease_id), shard=0, reader=0).shards
         for lease in leases
         if lease is not None
     ]

@@ -15,10 +15,12 @@ import pytest
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
+from kvdock_server.core import LockRange
+from kvdock_server.core.sessions import Role
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.rpc import fills
-from kvdock_server.sessions import Role
+from kvdock_server.rpc import verbs
+from kvdock_server.service import fills
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_engine import BLOCKS, CHUNK, KEYS, PAGE, PER_CHUNK, TARGET, Engine, uuid
@@ -159,7 +161,7 @@ async def test_a_reader_that_is_back_is_another(engine: Engine) -> None:
 
 async def test_a_reader_without_all_locks_is_not_filled(engine: Engine) -> None:
     lease = engine.lookup()
-    engine.core.free_locks(engine.scheduler, [(lease, 1, 2, 2, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease, 1, 2, 2)])
     assert await engine.lead(lease) == [RETRIEVED] * 4
     assert await engine.ask(2, lease) == [NOT_LOCKED] * 4
     assert [engine.is_filled(reader) for reader in range(3)] == [True, True, False]
@@ -167,7 +169,7 @@ async def test_a_reader_without_all_locks_is_not_filled(engine: Engine) -> None:
 
 async def test_the_callers_chunks_decide(engine: Engine) -> None:
     lease = engine.lookup()
-    engine.core.free_locks(engine.scheduler, [(lease, 2, 3, 0, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease, 2, 3, 0)])
     statuses = [RETRIEVED, RETRIEVED, NOT_LOCKED, RETRIEVED]
     assert await engine.lead(lease) == statuses
     assert await engine.ask(1, lease) == statuses
@@ -233,8 +235,8 @@ async def test_a_reader_that_does_not_fit_is_refused_and_hears_of_it(
         await engine.lead(lease)
     assert await asking == [FAILED] * 4
     assert not other.cache.any()
-    await engine.copies.release(other.session)
-    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+    await engine.service.memory.release(other.session)
+    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
 
 
 async def test_readers_of_another_shard_are_refused(engine: Engine) -> None:
@@ -255,7 +257,7 @@ async def register_elsewhere(engine: Engine, reader: int) -> None:
     request.allocations.add(ipc_handle=handle, bytes=CHUNK, device_uuid=uuid(reader))
     group = request.groups.add(num_blocks=1, blocks_per_chunk=1)
     group.regions.add(allocation=0, offset=0, block_stride=CHUNK, page_bytes=CHUNK)
-    await engine.copies.register_memory(engine.workers[reader].session, request)
+    await verbs.register_memory(engine.service, engine.workers[reader].session, request)
 
 
 @pytest.mark.parametrize("elsewhere", ["another engine", "shared mode", "another namespace"])
@@ -269,7 +271,7 @@ async def test_who_has_no_memory_registered_is_left_to_itself(
         await engine.leave(2)
         engine.workers[2] = await engine.worker(2, 2, engine="another")
     elif elsewhere == "shared mode":
-        await engine.copies.release(engine.workers[2].session)
+        await engine.service.memory.release(engine.workers[2].session)
     else:
         await register_elsewhere(engine, 2)
     assert await engine.lead(lease) == [RETRIEVED] * 4
@@ -280,7 +282,7 @@ async def test_who_has_no_memory_registered_is_left_to_itself(
     if elsewhere == "another namespace":
         with pytest.raises(RequestError, match="has left this reader to itself: retrieve without"):
             await engine.ask(2, lease)
-    engine.core.free_locks(engine.workers[2].session, [(lease, 0, 0, None, None)])
+    engine.core.free_locks(engine.workers[2].session, [LockRange(lease)])
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -308,7 +310,7 @@ async def test_nobody_waits_longer_than_its_time_for_who_is_about_to_register(
         assert await engine.lead(lease, timeout_ms=200) == [RETRIEVED] * 4
     else:
         assert await engine.ask(1, lease, timeout_ms=200) == [FAILED] * 4
-        engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+        engine.core.free_locks(engine.scheduler, [LockRange(lease)])
     assert time.monotonic() - began < 0.5
 
 
@@ -344,7 +346,7 @@ async def test_a_leader_without_memory_cannot_be_asked(engine: Engine, elsewhere
     alone = pb.RetrieveRequest(lease_id=lease, block_ids=TARGET)
     assert await engine.send(1, alone) == [RETRIEVED] * 4
     assert engine.is_filled(1)
-    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
 
 
 @pytest.mark.parametrize(
@@ -376,9 +378,9 @@ async def test_another_engines_lease_is_no_ones_to_ask_for(engine: Engine) -> No
     lease = engine.lookup()
     request = pb.RetrieveRequest(lease_id=lease, reader=1, end_chunk=4, filled_by=0, timeout_ms=100)
     with pytest.raises(RequestError) as caught:
-        await engine.copies.retrieve(stranger.session, request)
+        await verbs.retrieve(engine.service, stranger.session, request)
     assert caught.value.reason is Reason.FOREIGN_LEASE
-    await engine.copies.release(stranger.session)
+    await engine.service.memory.release(stranger.session)
     await engine.lead(lease)
 
 
@@ -388,7 +390,7 @@ async def test_other_modes_have_no_followers(engine: Engine) -> None:
     for fields in ({"also_fill": [2]}, {"filled_by": 0, "end_chunk": 4}):
         request = pb.RetrieveRequest(lease_id=lease, reader=1, **fields)  # type: ignore[arg-type]
         with pytest.raises(RequestError) as caught:
-            await engine.copies.retrieve(session, request)
+            await verbs.retrieve(engine.service, session, request)
         assert caught.value.reason is Reason.WRONG_MODE
     await engine.lead(lease)
 
@@ -410,7 +412,7 @@ async def test_a_session_that_ends_while_it_registers_anew_leaves_nothing_mapped
     session = engine.workers[0].session
     anew = asyncio.create_task(engine.worker(0, 0, session=session))
     for _ in range(10_000):  # until it lets go of what was there
-        if session not in engine.copies._memory._memory:
+        if session not in engine.service.memory._memory:
             break
         await asyncio.sleep(0)
     anew.cancel()
@@ -434,7 +436,7 @@ async def store(engine: Engine, **fields: Any) -> set[types.ChunkStatus.ValueTyp
     request = pb.StoreRequest(
         namespace="model", keys=keys, block_ids=range(4 * PER_CHUNK), timeout_ms=5000, **fields
     )
-    response = await engine.copies.store(engine.workers[0].session, request)
+    response = await verbs.store(engine.service, engine.workers[0].session, request)
     found = engine.core.lookup(engine.scheduler, "model", keys, probe=True).chunks
     assert found == (len(keys) if set(response.statuses) == {types.CHUNK_STATUS_STORED} else 0)
     assert engine.core.index.reserved_bytes == 0
@@ -462,7 +464,7 @@ async def test_a_deadline_of_another_clock_is_refused(engine: Engine) -> None:
         await store(engine, deadline_ns=ns(60))
     with pytest.raises(RequestError, match=r"CLOCK_MONOTONIC"):
         await engine.lead(lease, also_fill=[], deadline_ns=ns(60))
-    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
 
 
 @pytest.mark.parametrize("reader", [0, 1])
@@ -481,7 +483,7 @@ async def test_the_next_registration_of_a_worker_ends_what_its_last_session_aske
     ]
     request = pb.RetrieveRequest(lease_id=engine.lookup(), reader=reader, block_ids=TARGET)
     with pytest.raises(RequestError) as caught:
-        await engine.copies.retrieve(old.session, request)
+        await verbs.retrieve(engine.service, old.session, request)
     assert caught.value.reason is Reason.DEVICE_MEMORY
     assert not old.cache.any()
     engine.core.close_session(engine.scheduler)

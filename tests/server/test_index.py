@@ -20,15 +20,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvdock_server.core import Core
+from kvdock_server.core import Core, LeaseRange, LockRange
+from kvdock_server.core.sessions import Role, Session
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.chunk import Chunk, Part
 from kvdock_server.index.eviction import LeastRecentlyUsed
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
-from kvdock_server.sessions import Role, Session
 from kvdock_server.steps import at_once
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 SLAB = 4 * PAGE_BYTES
 
@@ -142,7 +142,7 @@ def test_eviction_takes_what_was_used_longest_ago_and_never_a_prefix_first() -> 
     core = make_core(4)
     store(core, prompt(1, 2))
     store(core, prompt(3, 4))
-    core.free_locks(None, [(core.lookup(None, "n", prompt(1, 2)).lease.lease_id, 0, 0, None, None)])
+    core.free_locks(None, [LockRange(core.lookup(None, "n", prompt(1, 2)).lease.lease_id)])
     store(core, prompt(5))
     assert hit(core, prompt(3, 4)) == 1  # its end went, not its beginning
     assert hit(core, prompt(1, 2)) == 2
@@ -168,7 +168,7 @@ def test_a_prefix_inherits_the_use_of_what_extended_it() -> None:
     store(core, prompt(1, 2))
     store(core, prompt(3))
     lease = core.lookup(None, "n", prompt(1, 2)).lease
-    core.free_locks(None, [(lease.lease_id, 0, 0, None, None)])
+    core.free_locks(None, [LockRange(lease.lease_id)])
     store(core, prompt(4))
     store(core, prompt(5))  # 3 goes, the only one not used since
     store(core, prompt(6))  # then the end of 1-2
@@ -192,7 +192,7 @@ def test_what_is_locked_is_never_evicted() -> None:
     store(core, prompt(1, 2, 3, 4))
     lease = core.lookup(None, "n", prompt(1, 2, 3, 4)).lease
     assert store(core, prompt(9)) == [ReserveStatus.NO_SPACE]
-    core.free_locks(None, [(lease.lease_id, 3, 0, None, None)])
+    core.free_locks(None, [LockRange(lease.lease_id, 3)])
     assert store(core, prompt(9)) == [ReserveStatus.RESERVED]
     assert hit(core, prompt(1, 2, 3, 4)) == 3
 
@@ -297,7 +297,7 @@ def test_locks_of_readers_are_apart_and_freeing_twice_frees_once() -> None:
     owner, first, second = scheduler(core), worker(core, 0), worker(core, 1)
     lease = core.lookup(owner, "n", prompt(1, 2), readers=2).lease
     assert lease.locks == 4
-    everything = [(lease.lease_id, 0, 0, None, None)]
+    everything = [LockRange(lease.lease_id)]
     assert core.free_locks(first, everything) == [2]
     assert core.free_locks(first, everything) == [0]
     assert lease.locks == 2
@@ -315,7 +315,7 @@ def test_nobody_frees_the_locks_of_another_engine() -> None:
     lease = core.lookup(scheduler(core, "mine"), "n", prompt(1)).lease
     for stranger in (None, scheduler(core, "other"), worker(core, 0, "other")):
         with pytest.raises(RequestError) as caught:
-            core.free_locks(stranger, [(lease.lease_id, 0, 0, None, None)])
+            core.free_locks(stranger, [LockRange(lease.lease_id)])
         assert caught.value.reason is Reason.FOREIGN_LEASE
     assert lease.locks == 1
 
@@ -329,7 +329,7 @@ def test_a_lease_goes_with_its_schedulers_session() -> None:
     assert len(core.leases) == 0
     assert core.index.pinned_parts == 0
     with pytest.raises(RequestError) as caught:
-        core.locate(None, lease.lease_id, None, 0, 0, shard=0, reader=0)
+        core.locate(None, LeaseRange(lease.lease_id), shard=0, reader=0)
     assert caught.value.reason is Reason.UNKNOWN_LEASE
 
 
@@ -342,7 +342,13 @@ def test_a_workers_locks_go_with_its_session_and_nobody_elses() -> None:
     assert lease.locks == 2
     assert all(
         shard is not None
-        for shard in core.locate(owner, lease.lease_id, None, 0, 0, shard=0, reader=1)
+        for shard in core.locate(owner, LeaseRange(lease.lease_id), shard=0, reader=1).shards
+    )
+
+
+def reserve(core: Core, session: Session, keys: list[bytes]) -> int:
+    return core.open_reservation(
+        session, core.writing(core.reserve(session, "n", None, 0, b"", keys))
     )
 
 
@@ -352,7 +358,7 @@ def test_a_silent_session_loses_its_locks_but_its_memory_stays_out_of_use() -> N
     store(core, prompt(1))
     owner, writer = scheduler(core), worker(core)
     core.lookup(owner, "n", prompt(1))
-    reservation = core.open_reservation(writer, core.reserve(writer, "n", None, 0, b"", prompt(2)))
+    reservation = reserve(core, writer, prompt(2))
     clock.now += 31
     core.sweep()
     assert core.index.pinned_parts == 0
@@ -393,7 +399,7 @@ def test_a_prefix_that_failed_can_be_stored_again_under_what_extends_it() -> Non
     assert isinstance(first, Slot)
     assert isinstance(second, Slot)
     core.seal(second)
-    core.give_back(first)
+    core.index.abort(first)
     assert hit(core, prompt(1, 2)) == 0
     assert store(core, prompt(1)) == [ReserveStatus.RESERVED]
     assert hit(core, prompt(1, 2)) == 2
@@ -408,9 +414,9 @@ def test_clear_hides_at_once_and_frees_when_the_last_user_is_done() -> None:
     assert hit(core, prompt(1, 2)) == 0
     assert core.index.sealed_bytes == 2 * PAGE_BYTES
     # The reader goes on, and the same prompt can be stored anew beside it.
-    assert None not in core.locate(None, lease.lease_id, None, 0, 0, shard=0, reader=0)
+    assert None not in core.locate(None, LeaseRange(lease.lease_id), shard=0, reader=0).shards
     assert store(core, prompt(1, 2)) == [ReserveStatus.RESERVED] * 2
-    core.free_locks(None, [(lease.lease_id, 0, 0, None, None)])
+    core.free_locks(None, [LockRange(lease.lease_id)])
     assert core.index.sealed_bytes == 2 * PAGE_BYTES
     assert isinstance(writing, Slot)
     assert not core.seal(writing)
@@ -434,7 +440,7 @@ def test_chunks_that_leave_are_not_kept_in_memory_by_cycles(way: str) -> None:
             core.clear("n")
         for slot in writing:
             assert isinstance(slot, Slot)
-            core.give_back(slot)
+            core.index.abort(slot)
         if found.lease is not None:
             core.leases.release(found.lease)
         if way == "for others":
@@ -453,20 +459,19 @@ def test_chunks_that_leave_are_not_kept_in_memory_by_cycles(way: str) -> None:
 def test_a_commit_is_once_and_by_its_own_session() -> None:
     core = make_core(4)
     mine, other = worker(core), worker(core, 1)
-    reservation = core.open_reservation(mine, core.reserve(mine, "n", None, 0, b"", prompt(1, 2)))
-    assert reservation is not None
-    identity = reservation.reservation_id
+    reservation = reserve(core, mine, prompt(1, 2))
+    assert reservation
     with pytest.raises(RequestError) as caught:
-        core.commit(other, identity, [])
+        core.commit(other, reservation, [])
     assert caught.value.reason is Reason.FOREIGN_RESERVATION
-    assert core.commit(mine, identity, [0]) == [True]
+    assert core.commit(mine, reservation, [0]) == [True]
     with pytest.raises(RequestError):
-        core.commit(mine, identity, [0])
-    assert core.commit(mine, identity, []) == [True]
+        core.commit(mine, reservation, [0])
+    assert core.commit(mine, reservation, []) == [True]
     with pytest.raises(RequestError) as caught:
-        core.commit(mine, identity, [])
+        core.commit(mine, reservation, [])
     assert caught.value.reason is Reason.UNKNOWN_RESERVATION
-    assert core.abort(mine, identity) == 0
+    assert core.abort(mine, reservation) == 0
 
 
 def test_a_window_group_needs_only_its_window() -> None:
@@ -478,7 +483,7 @@ def test_a_window_group_needs_only_its_window() -> None:
     store(core, [keys[2]], parent=keys[1], group_idx=1)
     found = core.lookup(None, "n", keys, probe=True)
     assert found.chunks == 3
-    assert [(span.first, len(span.parts)) for span in found.spans] == [(0, 3), (2, 1)]
+    assert [each[1:] for each in found.ranges] == [(0, 3), (2, 3)]
 
 
 def test_evicting_a_full_attention_part_takes_the_window_part_with_it() -> None:
@@ -644,9 +649,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.seal(slot)
 
     @rule(slot=consumes(slots))
-    def give_back(self, slot: Slot) -> None:
+    def abort(self, slot: Slot) -> None:
         self.open.discard(slot)
-        self.core.give_back(slot)
+        self.core.index.abort(slot)
 
     @rule(target=leases, path=paths, readers=st.integers(1, 2))
     def lookup(self, path: list[int], readers: int) -> object:
@@ -659,13 +664,13 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(lease=leases, first=st.integers(0, 5), end=st.integers(0, 5), reader=st.integers(0, 1))
     def free(self, lease: object, first: int, end: int, reader: int) -> None:
         before = lease.locks  # type: ignore[attr-defined]
-        request = [(lease.lease_id, first, end, reader, None)]  # type: ignore[attr-defined]
+        request = [LockRange(lease.lease_id, first, end, reader)]  # type: ignore[attr-defined]
         (released,) = self.core.free_locks(None, request)
         assert lease.locks == before - released  # type: ignore[attr-defined]
 
     @rule(lease=consumes(leases))
     def free_all(self, lease: object) -> None:
-        request = [(lease.lease_id, 0, 0, None, None)]  # type: ignore[attr-defined]
+        request = [LockRange(lease.lease_id)]  # type: ignore[attr-defined]
         self.core.free_locks(None, request)
         assert self.core.free_locks(None, request) == [0]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdock_server.pool import memory_limits
-from kvdock_server.pool.memory_limits import PoolError, check_memory_limits, left_by_cgroups
+from kvdock_server.tiers.host import memory_limits
+from kvdock_server.tiers.host.memory_limits import PoolError, check_memory_limits, left_by_cgroups
 
 GIB = 1 << 30
 

@@ -14,6 +14,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -31,18 +32,17 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from reference_model import LockRange, Model
+from reference_model import Model
 from server_state import EventReader, parts_of, state_of
 
 from kvdock.v1 import types_pb2
-from kvdock_server.core import Core, LocatedShard
+from kvdock_server.core import Core, LeaseRange, LockedShards, LockRange, Role, Session
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.events.log import Limits
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
-from kvdock_server.sessions import Role, Session
 from kvdock_server.steps import at_once
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 RUNS = int(os.environ.get("KVDOCK_MODEL_RUNS", "150"))
 
@@ -114,7 +114,7 @@ class Writing:
 class Reading:
     """A read without lease: the server's, and the model's of it."""
 
-    shards: list[LocatedShard]
+    end: ExitStack
     model: list[reference_model.Part]
 
 
@@ -460,7 +460,7 @@ class ServerMachine(RuleBasedStateMachine):
         )
         if hit is None:
             return multiple()
-        spans = [range(span.first, span.first + len(span.parts)) for span in hit.spans]
+        spans = [range(first, end) for _, first, end in hit.ranges]
         assert (hit.chunks, spans) == self.model.lookup(namespace, keys)
         assert (hit.lease is not None) == (hit.chunks > 0 and not probe)
         if hit.lease is None:
@@ -517,58 +517,60 @@ class ServerMachine(RuleBasedStateMachine):
         reader: int,
     ) -> None:
         """Retrieve in shared mode."""
+        self.locked(who, lease, number, first, end, shard, reader)
+
+    def locked(
+        self,
+        who: Any,
+        lease: Granted,
+        number: int,
+        first: int,
+        end: int,
+        shard: int,
+        reader: int,
+    ) -> LockedShards | None:
         caller = lease.owner if who is OWNER else who
         if not self.is_heard(caller):
-            return
+            return None
         session, model = (caller.session, caller.model) if caller else (None, None)
         if model is not None and model.role is Role.WORKER and reader:
             shard, reader = model.shard, model.worker  # now and then what it may not
         position, group_idx = self.group_of(lease.namespace, number)
-        located = self.attempt(
+        locked: LockedShards | None = self.attempt(
             self.model.refuses_locate(model, lease.lease_id, position, first, end, shard, reader),
             self.core.locate,
             session,
-            lease.lease_id,
-            group_idx,
-            first,
-            end,
+            LeaseRange(lease.lease_id, group_idx, first, end),
             shard=shard,
             reader=reader,
         )
-        if located is not None:
-            offsets = [found.offset if found else None for found in located]
+        if locked is not None:
+            offsets = [found.offset if found else None for found in locked.shards]
             assert offsets == self.model.locate(lease.lease_id, position, first, end, shard, reader)
+        return locked
 
     @rule(
         who=mostly_owner,
         lease=leases,
         number=numbers,
-        first=chunks,
-        end=chunks,
+        first=st.sampled_from([0, 0, 0, 1, 4]),
+        end=st.sampled_from([0, 0, 0, 2, 5]),
         readers=st.sets(numbers, min_size=1),
     )
-    def end_retrieve(
+    def load(
         self, who: Any, lease: Granted, number: int, first: int, end: int, readers: set[int]
     ) -> None:
-        """Retrieve in server mode, once its copies are over."""
-        caller = lease.owner if who is OWNER else who
-        if not self.is_heard(caller):
+        """Retrieve in server mode: read, and then free the locks of some readers."""
+        locked = self.locked(who, lease, number, first, end, 0, min(readers))
+        if locked is None:
             return
-        session, model = (caller.session, caller.model) if caller else (None, None)
-        position, group_idx = self.group_of(lease.namespace, number)
-        reason = self.model.refuses_lease(model, lease.lease_id)
-        self.attempt(
-            reason,
-            self.core.end_retrieve,
-            session,
-            lease.lease_id,
-            group_idx,
-            first,
-            end,
-            list(readers),
+        with locked.reading(list(readers)):
+            pass
+        position, _ = self.group_of(lease.namespace, number)
+        chunks = locked.range
+        self.model.end_retrieve(
+            lease.lease_id, position, chunks.first_chunk, chunks.end_chunk, readers
         )
-        if reason is None:
-            self.model.end_retrieve(lease.lease_id, position, first, end, readers)
 
     # Storing
 
@@ -624,8 +626,8 @@ class ServerMachine(RuleBasedStateMachine):
         if complete:
             assert self.core.seal(writing.slot) == self.model.seal(writing.model)
         else:
-            self.core.give_back(writing.slot)
-            self.model.give_back(writing.model)
+            self.core.index.abort(writing.slot)
+            self.model.abort_slot(writing.model)
 
     @rule(
         target=reservations,
@@ -655,11 +657,10 @@ class ServerMachine(RuleBasedStateMachine):
         outcomes = [
             new[index].slot if index in new else ReserveStatus.EXISTS for index in range(len(path))
         ]
-        reservation = self.core.open_reservation(caller.session, outcomes)
-        assert (reservation is not None) == bool(new)
-        if reservation is None:
+        reservation_id = self.core.open_reservation(caller.session, self.core.writing(outcomes))
+        assert bool(reservation_id) == bool(new)
+        if not reservation_id:
             return multiple()
-        reservation_id = reservation.reservation_id
         modelled = {index: writing.model for index, writing in new.items()}
         self.model.open_reservation(caller.model, reservation_id, modelled)
         return reservation_id, caller
@@ -703,17 +704,14 @@ class ServerMachine(RuleBasedStateMachine):
         """Get."""
         position, group_idx = self.group_of(namespace, number)
         keys = prompt(path)
+        end = ExitStack()
         shards = self.attempt(
             self.model.refuses_read(namespace, position, shard),
-            self.core.readable,
-            namespace,
-            group_idx,
-            shard,
-            keys,
+            lambda: end.enter_context(self.core.reading(namespace, group_idx, shard, keys)),
         )
         if shards is None:
             return multiple()
-        reading = Reading(shards, self.model.begin_reading(namespace, position, keys))
+        reading = Reading(end, self.model.begin_reading(namespace, position, keys))
         assert [one.offset for one in shards] == [part.sealed[shard] for part in reading.model]
         self.all_readings.append(reading)
         return reading
@@ -721,7 +719,7 @@ class ServerMachine(RuleBasedStateMachine):
     @rule(reading=consumes(readings))
     def finish_reading(self, reading: Reading) -> None:
         self.all_readings.remove(reading)
-        self.core.done_reading(reading.shards)
+        reading.end.close()
         self.model.finish_reading(reading.model)
 
     @seldom

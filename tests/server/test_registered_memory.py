@@ -15,12 +15,12 @@ import pytest
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
+from kvdock_server.core import LockRange
+from kvdock_server.core.sessions import Role, Session
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.rpc import session as session_rpc
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.session import _SessionStream
-from kvdock_server.sessions import Role, Session
-from kvdock_server.steps import at_once
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_engine import BLOCKS, KEYS, PAGE, PER_CHUNK, TARGET, Engine
@@ -43,7 +43,7 @@ class Answers:
 
 def stream_of(engine: Engine, session: Session) -> tuple[_SessionStream, Answers]:
     answers: Any = Answers()
-    return _SessionStream(engine.core, engine.copies, session, answers), answers
+    return _SessionStream(engine.service, session, answers), answers
 
 
 async def requests(*messages: session_pb2.SessionRequest) -> AsyncIterator[Any]:
@@ -72,7 +72,7 @@ async def test_a_group_that_is_described_twice_is_refused(engine: Engine) -> Non
         group.regions.add(allocation=0, offset=0, block_stride=PAGE, page_bytes=PAGE)
     request.mode = types.TRANSFER_MODE_SERVER
     with pytest.raises(RequestError, match="group None is described twice"):
-        await engine.copies.register_memory(engine.workers[0].session, request)
+        await verbs.register_memory(engine.service, engine.workers[0].session, request)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ async def test_nothing_is_called_retrieved_that_nobody_copies(
     engine: Engine, fields: dict[str, Any]
 ) -> None:
     session = engine.workers[0].session
-    await engine.copies.register_memory(
-        session, session_pb2.RegisterMemoryRequest(namespace="model")
+    await verbs.register_memory(
+        engine.service, session, session_pb2.RegisterMemoryRequest(namespace="model")
     )
     lease = engine.lookup()
     request = pb.RetrieveRequest(lease_id=lease, end_chunk=4, **fields)
@@ -93,9 +93,9 @@ async def test_nothing_is_called_retrieved_that_nobody_copies(
     await stream.serve(requests(session_pb2.SessionRequest(id=1, retrieve=request)))
     assert answers.sent[0].error.reason == "WRONG_MODE"
     with pytest.raises(RequestError) as caught:
-        at_once(verbs.retrieve_shared(engine.core, None, request))
+        await verbs.retrieve(engine.service, None, request)
     assert caught.value.reason in (Reason.SESSION_REQUIRED, Reason.WRONG_MODE)
-    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
 
 
 async def test_a_stream_that_is_cancelled_while_it_ends_lets_go_of_memory(engine: Engine) -> None:
@@ -173,9 +173,9 @@ async def test_who_waits_for_room_is_not_silent(
 
 async def test_a_reader_without_locks_is_not_copying(engine: Engine) -> None:
     lease = engine.lookup()
-    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, 1, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease, 0, 0, 1)])
     request = pb.RetrieveRequest(lease_id=lease, reader=1)
-    answer = at_once(verbs.retrieve_shared(engine.core, engine.scheduler, request))
+    answer = await verbs.retrieve(engine.service, engine.scheduler, request)
     assert len(answer.chunks) == len(KEYS)
     assert engine.core.is_idle
-    engine.core.free_locks(engine.scheduler, [(lease, 0, 0, None, None)])
+    engine.core.free_locks(engine.scheduler, [LockRange(lease)])

@@ -11,8 +11,8 @@ from wire import DEADLINE, SHARD, Wire, WireSession, key, raises
 import kvdock
 from kvdock.types import SessionInfo
 from kvdock.v1 import admin_pb2, cache_pb2
+from kvdock_server.core.sessions import Role, SessionTable
 from kvdock_server.ids import new_id
-from kvdock_server.sessions import Role, SessionTable
 
 Code = grpc.StatusCode
 

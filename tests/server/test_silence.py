@@ -16,9 +16,9 @@ from kvdock.v1 import admin_pb2, cache_pb2, cache_pb2_grpc, session_pb2, types_p
 from kvdock_server.core import Core
 from kvdock_server.index.index import Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.pool import Pool
-from kvdock_server.rpc import cache, status
+from kvdock_server.rpc import cache, grpc_errors
 from kvdock_server.rpc.server import Server
+from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
 MIB = 1 << 20
@@ -65,7 +65,7 @@ async def test_a_stream_on_which_nothing_moves_is_given_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Puts and gets hold memory without a session, so only time can end them."""
-    for module in (status, cache):
+    for module in (grpc_errors, cache):
         monkeypatch.setattr(module, "STALL_SECONDS", 0.3)
     pool = Pool(64 * MIB)
     pool.start(asyncio.get_running_loop(), lambda offset, nbytes: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 SLAB = 16 * PAGE_BYTES
 SIZES = [1, PAGE_BYTES, 3 * PAGE_BYTES, 5 * PAGE_BYTES + 1, 9 * PAGE_BYTES, 20 * PAGE_BYTES]

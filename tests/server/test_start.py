@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.users import ANOTHER, OTHER, as_user, needs_other_users
 
-from kvdock_server.pool.segment import Segment, reclaim_stale_segments
+from kvdock_server.tiers.host.segment import Segment, reclaim_stale_segments
 
 
 def run_server(*arguments: str) -> subprocess.CompletedProcess[str]:

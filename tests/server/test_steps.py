@@ -14,16 +14,18 @@ import pytest
 
 from kvdock.v1 import cache_pb2 as pb
 from kvdock_server.core import Core
+from kvdock_server.core.sessions import Role, Session
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.events.log import Limits
 from kvdock_server.index.chunk import all_chunks
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
-from kvdock_server.pool.slots import PAGE_BYTES, SlotAllocator
 from kvdock_server.rpc import verbs
-from kvdock_server.rpc.turns import in_turns
-from kvdock_server.sessions import Role, Session
+from kvdock_server.rpc.conversions import retrieve_call, retrieved
+from kvdock_server.service.retrieve import locate
+from kvdock_server.service.turns import in_turns
 from kvdock_server.steps import Backlog, Steps, at_once
+from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 SLAB = 4 * PAGE_BYTES
 # More than what is done of a call at once.
@@ -68,6 +70,12 @@ def worker(core: Core) -> Session:
 def reserve(core: Core, session: Session, keys: list[bytes]) -> Steps[pb.ReserveResponse]:
     request = pb.ReserveRequest(namespace="n", keys=keys)
     return verbs.reserve(core, session, request)
+
+
+def retrieve(core: Core, session: Session, lease_id: int) -> Steps[pb.RetrieveResponse]:
+    call = retrieve_call(pb.RetrieveRequest(lease_id=lease_id))
+    chunks = yield from locate(core, session, call)
+    return (yield from retrieved(core, chunks))
 
 
 def go(steps: Steps[Any], number: int) -> None:
@@ -328,18 +336,18 @@ class Crowd:
         for slot in slots:
             assert slot.offset not in self.taken, "two write there"
             self.taken[slot.offset] = number, slot
-        open_ = dict(enumerate(slots))
+        writing = self.core.writing(slots)
         try:
             yield
             for slot in slots:
                 del self.taken[slot.offset]
             if self.random.random() < 0.8:
-                yield from self.core.seal_all(open_)
+                yield from writing.seal_all()
         finally:
             for slot in slots:
                 if self.taken.get(slot.offset) == (number, slot):
                     del self.taken[slot.offset]
-            self.core.give_back_all(open_.values())
+            writing.close()
 
     def begin_session_store(self) -> None:
         if len(self.sessions) < 3:
@@ -357,7 +365,7 @@ class Crowd:
             else:
                 yield from self.core.commit_in_steps(session, reserved.reservation_id, [])
         except RequestError as error:
-            assert session.disowned
+            assert session.orphaned
             assert error.reason in (
                 Reason.UNKNOWN_SESSION,
                 Reason.SESSION_EXPIRED,
@@ -408,7 +416,7 @@ class Crowd:
                         assert places.setdefault(offset, part) is part
         for session in self.sessions:
             for reservation in session.reservations.values():
-                for slot in (*reservation.open.values(), *reservation.disowned):
+                for slot in (*reservation.open.values(), *reservation.orphaned):
                     assert places.setdefault(slot.offset, slot.part) is slot.part
 
 
@@ -475,8 +483,7 @@ def test_no_step_is_a_large_part_of_a_call_about_8192_chunks() -> None:
     for _ in range(4):
         lease = core.lookup(owner, "n", keys_of(4, most), readers=8).lease
         assert lease is not None
-    retrieve = pb.RetrieveRequest(lease_id=lease.lease_id)
-    share["retrieve"], _ = longest_step(verbs.retrieve_shared(core, owner, retrieve))
+    share["retrieve"], _ = longest_step(retrieve(core, owner, lease.lease_id))
     share["end of a session"] = longest_of_the_rest(core, lambda: core.close_session(owner))
     share["evict"], _ = longest_step(core.index.evict_in_steps(most // 2 * PAGE_BYTES))
     share["clear"] = longest_of_the_rest(core, lambda: core.clear("n"))

@@ -16,7 +16,8 @@ import pytest
 from kvdock import errors
 from kvdock.v1 import types_pb2
 from kvdock_server.errors import RequestError
-from kvdock_server.rpc.status import to_proto
+from kvdock_server.rpc import verbs
+from kvdock_server.rpc.grpc_errors import to_proto
 from kvdock_server.transfer import gpu
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.specs import GroupLoad, Target
@@ -46,7 +47,7 @@ class Session:
     async def _retrieve(self, request: Any) -> Any:
         try:
             session = self._engine.workers[self._rank].session
-            return await self._engine.copies.retrieve(session, request)
+            return await verbs.retrieve(self._engine.service, session, request)
         except RequestError as error:
             message: types_pb2.Error = to_proto(error)
             raise errors.from_stream_error(message) from error
@@ -126,7 +127,7 @@ def test_ranks_load_by_themselves_where_the_first_one_cannot(ranks: Ranks) -> No
 
 def test_a_rank_in_another_mode_keeps_its_locks(ranks: Ranks) -> None:
     lease = ranks.engine.lookup()
-    ranks.run(ranks.engine.copies.release(ranks.engine.workers[2].session))
+    ranks.run(ranks.engine.service.memory.release(ranks.engine.workers[2].session))
     assert ranks.load(lease, [0, 1]) == [[True] * 4] * 2
     held = ranks.engine.core.leases.get(lease, "one")
     assert held is not None

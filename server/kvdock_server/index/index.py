@@ -25,8 +25,8 @@ from kvdock_server.index.hits import longest_hit
 from kvdock_server.index.namespace import GroupKind, Namespace
 from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.index.reclaim import Reclaimer
-from kvdock_server.pool.slots import SlotAllocator
 from kvdock_server.steps import Backlog, Steps, at_once
+from kvdock_server.tiers.host.slots import SlotAllocator
 
 
 class ReserveStatus(Enum):
@@ -39,11 +39,16 @@ class ReserveStatus(Enum):
 
 
 class Slot(NamedTuple):
-    """Memory for one shard of a part, until it is sealed or given back."""
+    """Memory for one shard of a part, until it is sealed or aborted."""
 
     part: Part
     shard: int
     offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the shard."""
+        return self.part.chunk.space.shard_bytes(self.part.position, self.shard)
 
 
 class HitSpan(NamedTuple):
@@ -289,7 +294,7 @@ class Index:
         except BaseException:
             if len(offsets) < len(parts):
                 self._stop_waiting(parts.pop(), shard)
-            self.give_back_all(map(Slot, parts, repeat(shard), offsets))
+            self.abort_all(map(Slot, parts, repeat(shard), offsets))
             raise
         left = len(keys) - len(statuses)
         statuses += [rest] * left
@@ -304,7 +309,7 @@ class Index:
         """A shard is complete. False if its part was removed meanwhile; its memory is free then."""
         part = slot.part
         if part.is_gone:
-            self.free(slot)
+            self.reclaim(slot)
             return False
         space = part.chunk.space
         nbytes = space.shard_bytes(part.position, slot.shard)
@@ -324,30 +329,29 @@ class Index:
         self._reclaimer.offer(part.chunk)
         return True
 
-    def give_back(self, slot: Slot) -> None:
+    def abort(self, slot: Slot) -> None:
         """A shard will not come. Its memory is free again."""
-        self.disown(slot)
-        self.free(slot)
+        self.orphan(slot)
+        self.reclaim(slot)
 
-    def give_back_all(self, slots: Iterable[Slot]) -> None:
+    def abort_all(self, slots: Iterable[Slot]) -> None:
         """Likewise for many shards. Of very many the rest is left to the backlog."""
 
         def steps() -> Steps[None]:
             for slot in slots:
-                self.give_back(slot)
+                self.abort(slot)
                 yield
 
         self._backlog.add(steps())
 
-    def disown(self, slot: Slot) -> None:
+    def orphan(self, slot: Slot) -> None:
         """A shard will not come, so another writer may store it; but its memory stays reserved."""
         self._stop_waiting(slot.part, slot.shard)
 
-    def free(self, slot: Slot) -> None:
-        """Free the memory of a slot that was disowned."""
-        size = slot.part.chunk.space.shard_bytes(slot.part.position, slot.shard)
+    def reclaim(self, slot: Slot) -> None:
+        """Free the memory of a slot that was orphaned."""
         self._slots.free(slot.offset)
-        self.reserved_bytes -= self._slots.slot_bytes(size)
+        self.reserved_bytes -= self._slots.slot_bytes(slot.nbytes)
 
     def give_up_overdue(self, now: float) -> None:
         """Remove parts whose missing shards nobody is writing and whose deadline has passed."""

@@ -22,8 +22,8 @@ from typing import Final
 from kvdock_server.index.chunk import Chunk, Part
 from kvdock_server.index.eviction import EvictionPolicy, MakePolicy
 from kvdock_server.index.windows import Evict, Windows
-from kvdock_server.pool.slots import SlotAllocator
 from kvdock_server.steps import Backlog, Steps
+from kvdock_server.tiers.host.slots import SlotAllocator
 
 _LOOKS_A_STEP: Final = 128
 

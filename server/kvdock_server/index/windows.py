@@ -1,4 +1,4 @@
-"""Emptying slabs in a row, so that they can serve slots of another size (see pool/slots.py).
+"""Emptying slabs in a row, so that they can serve slots of another size (see tiers/host/slots.py).
 
 They are emptied of all chunks that lie there, and of all that extends those.
 """
@@ -10,8 +10,8 @@ from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple, Protocol
 
 from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, with_descendants
-from kvdock_server.pool.slots import Run, SlotAllocator
 from kvdock_server.steps import Steps
+from kvdock_server.tiers.host.slots import Run, SlotAllocator
 
 # What extends the chunks in a place may be everything, if the beginning of all prompts lies there.
 # So a place that costs a chunk for each of its slots is taken at once, else the cheapest of a few;

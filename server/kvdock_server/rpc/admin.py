@@ -12,14 +12,11 @@ from kvdock.v1 import admin_pb2 as pb
 from kvdock.v1 import admin_pb2_grpc, session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
-from kvdock_server.core import Core
-from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, all_chunks
-from kvdock_server.index.namespace_index import NamespaceIndex
-from kvdock_server.pool.pool import Pool
-from kvdock_server.rpc.status import Context, streaming, unary
-from kvdock_server.rpc.turns import in_turns
-from kvdock_server.rpc.verbs import namespace_to_proto
-from kvdock_server.sessions import Session
+from kvdock_server.core import Core, ListedPart, Session
+from kvdock_server.rpc.conversions import namespace_to_proto
+from kvdock_server.rpc.grpc_errors import Context, streaming, unary
+from kvdock_server.service.turns import in_turns
+from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
 _PARTS_A_MESSAGE = 250
@@ -109,15 +106,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListChunks(  # noqa: N802
         self, request: pb.ListChunksRequest, context: Context
     ) -> AsyncIterator[pb.ListChunksResponse]:
-        space = self._core.index.space(request.namespace)
         response = pb.ListChunksResponse()
-        with contextlib.closing(all_chunks(space)) as chunks:
-            for seen, chunk in enumerate(chunks, 1):
-                if space.is_cleared:
+        with contextlib.closing(self._core.list_parts(request.namespace)) as chunks:
+            for seen, parts in enumerate(chunks, 1):
+                if parts is None:
                     return
-                for part in chunk.parts:
-                    if part is not None:
-                        response.parts.append(_part_status(space, part))
+                for part in parts:
+                    response.parts.append(_part_status(part))
                     if len(response.parts) == _PARTS_A_MESSAGE:
                         yield response
                         response = pb.ListChunksResponse()
@@ -132,10 +127,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     @unary
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
-        index = self._core.index
-        # Also if all is meant, so that it ends though others store meanwhile.
-        wanted = request.bytes or index.sealed_bytes
-        parts, nbytes = await in_turns(index.evict_in_steps(wanted))
+        parts, nbytes = await in_turns(self._core.evict_in_steps(request.bytes))
         return pb.EvictResponse(parts=parts, bytes=nbytes)
 
 
@@ -155,18 +147,13 @@ def _session_status(session: Session, leases: int) -> pb.SessionStatus:
     )
 
 
-def _part_status(space: NamespaceIndex[Chunk], part: Part) -> pb.PartStatus:
-    chunk = part.chunk
-    shard_bytes = space.namespace.groups[part.position].shard_bytes
-    nbytes = sum(
-        size for size, offset in zip(shard_bytes, part.slots, strict=True) if offset != NO_SLOT
-    )
+def _part_status(part: ListedPart) -> pb.PartStatus:
     return pb.PartStatus(
-        key=chunk.key,
-        parent_key=chunk.parent.key if chunk.parent else b"",
-        group_idx=space.namespace.groups[part.position].group_idx,
+        key=part.key,
+        parent_key=part.parent_key,
+        group_idx=part.group_idx,
         sealed_shards=part.sealed_shards,
-        bytes=nbytes,
-        locks=part.pins,
+        bytes=part.nbytes,
+        locks=part.locks,
         visible=part.visible,
     )

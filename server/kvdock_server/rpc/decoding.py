@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvdock_server.errors import RequestError, invalid
-from kvdock_server.rpc.status import Context, abort
+from kvdock_server.rpc.grpc_errors import Context, abort
 
 logger = logging.getLogger(__name__)
 

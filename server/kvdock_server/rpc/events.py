@@ -15,8 +15,8 @@ from kvdock_server.events import wire
 from kvdock_server.events.event import Event
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.events.subscribers import Subscriber
-from kvdock_server.rpc.status import Context, streaming
-from kvdock_server.rpc.verbs import group_idx
+from kvdock_server.rpc.conversions import group_idx
+from kvdock_server.rpc.grpc_errors import Context, streaming
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["EventService"].full_name
 

@@ -13,9 +13,15 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
-from kvdock_server.core import MAX_KEYS, MAX_LOCK_RANGES, MAX_READERS
+from kvdock_server.core import (
+    MAX_GROUPS,
+    MAX_KEYS,
+    MAX_KV_WORLD_SIZE,
+    MAX_LABELS,
+    MAX_LOCK_RANGES,
+    MAX_READERS,
+)
 from kvdock_server.errors import invalid
-from kvdock_server.index.namespace import MAX_GROUPS, MAX_KV_WORLD_SIZE, MAX_LABELS
 
 MAX_REGIONS = 4_096
 """Pieces of a block, over all groups: a dozen for each layer of the deepest models."""
@@ -35,7 +41,8 @@ class Limit(NamedTuple):
 
 _KEYS = Limit(1, MAX_KEYS)
 _EVENT_DATA = Limit(0, MAX_KEYS)
-# As many as the keys have blocks, which is compared before they are looked at (rpc/fields.py).
+# As many as the keys have blocks, which is compared before they are looked at
+# (service/block_copy.py).
 _BLOCK_IDS = Limit(0, None)
 
 MOST: dict[str, Limit] = {
@@ -62,7 +69,9 @@ MOST: dict[str, Limit] = {
 }
 
 OPAQUE = frozenset({"ChunkEventData"})
-"""Messages that are kept encoded, so that nobody looks into them but by their bytes (verbs.py)."""
+"""Messages that are kept encoded, so that nobody looks into them but by their bytes
+(conversions.py).
+"""
 
 
 def check(message: Message) -> None:

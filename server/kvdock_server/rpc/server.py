@@ -15,14 +15,14 @@ from kvdock.v1 import (
     session_pb2_grpc,
 )
 from kvdock_server.core import Core
-from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc.admin import AdminService
 from kvdock_server.rpc.cache import CacheService, add_cache_service
-from kvdock_server.rpc.copies import Copies
 from kvdock_server.rpc.decoding import DecodingInterceptor
 from kvdock_server.rpc.events import add_event_service
 from kvdock_server.rpc.reflection import add_reflection
 from kvdock_server.rpc.session import SessionService
+from kvdock_server.service.service import Service
+from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
 MAX_MESSAGE_BYTES = 4 << 20
@@ -53,12 +53,12 @@ class Server:
     """A gRPC server that is not listening yet."""
 
     def __init__(self, core: Core, pool: Pool, transfers: GpuTransfers, chunk_tokens: int) -> None:
-        copies = Copies(core, transfers)
+        service = Service(core, pool, transfers)
         self._grpc = grpc.aio.server(options=_OPTIONS, interceptors=[DecodingInterceptor()])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        add_cache_service(self._grpc, CacheService(core, pool, copies))
-        self._sessions = SessionService(core, pool, copies, chunk_tokens)
+        add_cache_service(self._grpc, CacheService(service))
+        self._sessions = SessionService(service, pool, chunk_tokens)
         session_pb2_grpc.add_SessionServiceServicer_to_server(self._sessions, self._grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminService(core, pool, transfers, chunk_tokens), self._grpc

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
 from kvdock.v1 import session_pb2 as pb
 from kvdock.v1 import session_pb2_grpc
 from kvdock.v1 import types_pb2 as types
-from kvdock_server import __version__, sessions
-from kvdock_server.core import Core
+from kvdock_server import __version__
+from kvdock_server.core import sessions
 from kvdock_server.errors import Reason, RequestError, invalid
-from kvdock_server.pool.pool import Pool
 from kvdock_server.rpc import limits, verbs
-from kvdock_server.rpc.copies import Copies
-from kvdock_server.rpc.status import Context, abort, as_request_error, to_proto
-from kvdock_server.rpc.turns import in_turns
+from kvdock_server.rpc.grpc_errors import Context, abort, as_request_error, to_proto
+from kvdock_server.service.service import Service
+from kvdock_server.tiers.host.pool import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +30,9 @@ _NOT_WHEN_LATE = frozenset({"lookup", "reserve"})
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See session.proto."""
 
-    def __init__(self, core: Core, pool: Pool, copies: Copies, chunk_tokens: int) -> None:
-        self._core = core
-        self._copies = copies
+    def __init__(self, service: Service, pool: Pool, chunk_tokens: int) -> None:
+        self._service = service
+        self._core = service.core
         self._pool = pool
         self._chunk_tokens = chunk_tokens
         self._ending = asyncio.Event()
@@ -47,7 +45,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             session = self._open(first)
         except Exception as error:
             await abort(context, as_request_error(error))
-        stream = _SessionStream(self._core, self._copies, session, context)
+        stream = _SessionStream(self._service, session, context)
         try:
             await stream.write(pb.SessionResponse(id=first.id, open=self._opened(session)))
             await self._serve(stream, requests)
@@ -130,11 +128,9 @@ async def _first(requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionReques
 class _SessionStream:
     """Answers the requests of one session."""
 
-    def __init__(
-        self, core: Core, copies: Copies, session: sessions.Session, context: Context
-    ) -> None:
-        self._core = core
-        self._copies = copies
+    def __init__(self, service: Service, session: sessions.Session, context: Context) -> None:
+        self._service = service
+        self._core = service.core
         self._session = session
         self._context = context
         self._write_lock = asyncio.Lock()
@@ -147,11 +143,11 @@ class _SessionStream:
             kind = request.WhichOneof("request")
             if self._takes_time(kind):
                 await self._wait_for_room()
-                task = asyncio.create_task(self._copy(request, kind))
+                task = asyncio.create_task(self._answer(request, kind))
                 self._tasks.add(task)
                 task.add_done_callback(self._copied)
             else:
-                await self.write(await self._answer(request, kind))
+                await self._answer(request, kind)
 
     async def write(self, response: pb.SessionResponse) -> None:
         """Send one answer; answers of copies come from tasks of their own."""
@@ -166,7 +162,7 @@ class _SessionStream:
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:  # also when the call is cancelled meanwhile, as it is when its client is gone
-            await self._copies.release(self._session)
+            await self._service.memory.release(self._session)
 
     def _takes_time(self, kind: str | None) -> bool:
         by_server = self._session.mode is sessions.Mode.SERVER
@@ -184,33 +180,18 @@ class _SessionStream:
         self._tasks.discard(task)
         self._room.release()
 
-    async def _answer(self, request: pb.SessionRequest, kind: str | None) -> pb.SessionResponse:
+    async def _answer(self, request: pb.SessionRequest, kind: str | None) -> None:
         response = pb.SessionResponse(id=request.id)
         try:
             self._check(request, kind)
             if kind == "heartbeat":
                 response.heartbeat.epoch = self._core.epoch
-            elif kind in verbs.VERBS:
-                answer = verbs.VERBS[kind](self._core, self._session, getattr(request, kind))
-                getattr(response, kind).CopyFrom(answer)
-            elif kind in verbs.VERBS_IN_STEPS:
-                verb = verbs.VERBS_IN_STEPS[kind]
-                answer = await in_turns(verb(self._core, self._session, getattr(request, kind)))
-                getattr(response, kind).CopyFrom(answer)
             else:
-                raise invalid(f"a session takes no {kind or 'empty message'} here")
-        except Exception as error:
-            response.error.CopyFrom(to_proto(as_request_error(error)))
-        return response
-
-    async def _copy(self, request: pb.SessionRequest, kind: str | None) -> None:
-        response = pb.SessionResponse(id=request.id)
-        try:
-            self._check(request, kind)
-            name = str(kind)
-            verb: Any = getattr(self._copies, name)
-            answer = await verb(self._session, getattr(request, name))
-            getattr(response, name).CopyFrom(answer)
+                message = getattr(request, kind) if kind else None
+                answer = await verbs.answer(
+                    self._service, self._session, kind or "empty message", message
+                )
+                getattr(response, str(kind)).CopyFrom(answer)
         except Exception as error:
             response.error.CopyFrom(to_proto(as_request_error(error)))
         await self.write(response)

@@ -1,33 +1,33 @@
 """The verbs as functions from message to message.
 
-CacheService and the session stream share them: ``VERBS`` has, for each kind of request that is
-answered at once, the function that answers it, ``VERBS_IN_STEPS`` those for which others wait no
-longer than for a step.
+CacheService and the session stream share them. Some are answered at once, some in steps, so that
+others wait no longer than for a step, and some wait themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvdock.v1 import cache_pb2 as pb
+from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
-from kvdock_server.core import Core, check_session
+from kvdock_server.core import Core, LockRange, Mode, ReserveStatus, Session, Slot, check_session
 from kvdock_server.errors import invalid
-from kvdock_server.index.index import ReserveStatus, Slot
-from kvdock_server.index.namespace import (
-    MAX_CHUNK_TOKENS,
-    MAX_KV_WORLD_SIZE,
-    Group,
-    GroupKind,
-    Namespace,
+from kvdock_server.rpc.conversions import (
+    event_data,
+    exported_memory,
+    group_idx,
+    namespace_from_proto,
+    retrieve_call,
+    retrieved,
+    statuses,
+    store_call,
+    wanted_mode,
 )
-from kvdock_server.sessions import Mode, Session
+from kvdock_server.service.service import Service
+from kvdock_server.service.turns import in_turns
 from kvdock_server.steps import Steps
-
-MAX_EVENT_DATA_BYTES = 1 << 20
-MAX_BLOCK_HASHES = MAX_CHUNK_TOKENS
-"""Of one chunk: one for each token."""
 
 RESERVE_STATUS = {
     ReserveStatus.RESERVED: types.CHUNK_STATUS_RESERVED,
@@ -40,7 +40,7 @@ RESERVE_STATUS = {
 def register_namespace(
     core: Core, session: Session | None, request: pb.RegisterNamespaceRequest
 ) -> pb.RegisterNamespaceResponse:
-    created = core.index.register(namespace_from_proto(request.namespace))
+    created = core.register_namespace(namespace_from_proto(request.namespace))
     return pb.RegisterNamespaceResponse(epoch=core.epoch, created=created)
 
 
@@ -58,14 +58,8 @@ def lookup(core: Core, session: Session | None, request: pb.LookupRequest) -> pb
         hit_chunks=hit.chunks,
         lease_id=hit.lease.lease_id if hit.lease else 0,
     )
-    if hit.spans:
-        groups = core.index.space(request.namespace).namespace.groups
-        for span in hit.spans:
-            response.groups.add(
-                group_idx=groups[span.position].group_idx,
-                first_chunk=span.first,
-                end_chunk=span.first + len(span.parts),
-            )
+    for group, first_chunk, end_chunk in hit.ranges:
+        response.groups.add(group_idx=group, first_chunk=first_chunk, end_chunk=end_chunk)
     return response
 
 
@@ -75,7 +69,7 @@ def free_locks(
     released = yield from core.free_locks_in_steps(
         session,
         [
-            (
+            LockRange(
                 lock.lease_id,
                 lock.first_chunk,
                 lock.end_chunk,
@@ -102,22 +96,15 @@ def reserve(
         event_data(core, request),
     )
     response = pb.ReserveResponse(epoch=core.epoch)
-    try:
+    with core.writing(outcomes) as writing:
         for outcome in outcomes:
             if isinstance(outcome, Slot):
-                part = outcome.part
-                nbytes = part.chunk.space.shard_bytes(part.position, outcome.shard)
-                location = types.Location(offset=outcome.offset, length=nbytes)
+                location = types.Location(offset=outcome.offset, length=outcome.nbytes)
                 response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
             else:
                 response.chunks.add(status=RESERVE_STATUS[outcome])
             yield
-    except BaseException:  # nobody awaits the answer any more
-        core.give_back_all(outcome for outcome in outcomes if isinstance(outcome, Slot))
-        raise
-    reservation = core.open_reservation(session, outcomes)
-    if reservation is not None:
-        response.reservation_id = reservation.reservation_id
+        response.reservation_id = core.open_reservation(session, writing)
     return response
 
 
@@ -140,118 +127,55 @@ def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> Step
     return pb.AbortResponse(epoch=core.epoch, aborted=aborted)
 
 
-def retrieve_shared(
-    core: Core, session: Session | None, request: pb.RetrieveRequest
-) -> Steps[pb.RetrieveResponse]:
-    """Retrieve for clients that copy by themselves: where the chunks lie."""
-    by_server = request.block_ids or request.skip_blocks or request.ready_event
-    if by_server or request.also_fill or request.HasField("filled_by"):
-        # Perhaps of a session that was of server mode a moment ago: nobody would copy.
-        check_session(session, Mode.SERVER)
-    located = yield from core.locate_in_steps(
-        session,
-        request.lease_id,
-        group_idx(request),
-        request.first_chunk,
-        request.end_chunk,
-        request.kv_worker_id,
-        request.reader,
+async def register_memory(
+    service: Service, session: Session | None, request: session_pb2.RegisterMemoryRequest
+) -> session_pb2.RegisterMemoryResponse:
+    wanted = wanted_mode(request)
+    exports = wanted is Mode.SERVER or (wanted is None and request.allocations)
+    exported = exported_memory(request) if exports else None
+    mode, reason = await service.memory.register(session, wanted, exported)
+    return session_pb2.RegisterMemoryResponse(
+        epoch=service.core.epoch, mode=types.TransferMode.ValueType(mode.value), reason=reason
     )
-    core.count_retrieved([shard for shard in located if shard is not None])
-    response = pb.RetrieveResponse(epoch=core.epoch)
-    for shard in located:
-        if shard is None:
-            response.chunks.add(status=types.CHUNK_STATUS_NOT_LOCKED)
-        else:
-            location = types.Location(offset=shard.offset, length=shard.nbytes)
-            response.chunks.add(status=types.CHUNK_STATUS_RETRIEVED, location=location)
-        yield
-    return response
 
 
-VERBS: dict[str, Callable[[Core, Session | None, Any], Any]] = {
+async def store(
+    service: Service, session: Session | None, request: pb.StoreRequest
+) -> pb.StoreResponse:
+    became = await service.stores.store(session, store_call(service.core, request))
+    return pb.StoreResponse(epoch=service.core.epoch, statuses=statuses(became))
+
+
+async def retrieve(
+    service: Service, session: Session | None, request: pb.RetrieveRequest
+) -> pb.RetrieveResponse:
+    chunks = await service.retrieves.retrieve(session, retrieve_call(request))
+    return await in_turns(retrieved(service.core, chunks))
+
+
+_AT_ONCE: dict[str, Callable[[Core, Session | None, Any], Any]] = {
     "register_namespace": register_namespace,
     "lookup": lookup,
 }
-VERBS_IN_STEPS: dict[str, Callable[[Core, Session | None, Any], Steps[Any]]] = {
+_IN_STEPS: dict[str, Callable[[Core, Session | None, Any], Steps[Any]]] = {
     "free_locks": free_locks,
     "reserve": reserve,
     "commit": commit,
     "abort": abort,
-    "retrieve": retrieve_shared,
+}
+_WAITING: dict[str, Callable[[Service, Session | None, Any], Awaitable[Any]]] = {
+    "register_memory": register_memory,
+    "store": store,
+    "retrieve": retrieve,
 }
 
 
-def group_idx(message: Any) -> int | None:
-    """The message's group_idx; absent and 0 are different."""
-    return message.group_idx if message.HasField("group_idx") else None
-
-
-def event_data(core: Core, request: Any) -> list[bytes]:
-    """What the request tells about its chunks, encoded; nothing if no log wants to know.
-
-    RequestError unless there is event data for every key or for none, or if it is too large.
-    """
-    given: Sequence[types.ChunkEventData] = request.event_data
-    if given and len(given) != len(request.keys):
-        raise invalid(f"{len(given)} event_data for {len(request.keys)} keys: one each, or none")
-    if core.events is None:
-        return []
-    encoded = []
-    for index, data in enumerate(given):
-        if len(data.block_hashes) > MAX_BLOCK_HASHES:
-            raise invalid(
-                f"event_data {index} with {len(data.block_hashes)} block_hashes: at most "
-                f"{MAX_BLOCK_HASHES}"
-            )
-        encoded.append(data.SerializeToString())
-        if len(encoded[-1]) > MAX_EVENT_DATA_BYTES:
-            raise invalid(f"event_data {index} of {len(encoded[-1])} bytes: at most 1 MiB")
-    return encoded
-
-
-def namespace_from_proto(message: types.Namespace) -> Namespace:
-    """The namespace, its shard_bytes spread to one number a shard."""
-    world = message.kv_world_size
-    if not 1 <= world <= MAX_KV_WORLD_SIZE:
-        raise invalid(f"kv_world_size {world}: from 1 to {MAX_KV_WORLD_SIZE}")
-    groups = []
-    for group in message.groups:
-        if group.kind not in (kind.value for kind in GroupKind):
-            raise invalid(f"kind {group.kind} of group {group_idx(group)}: name what it needs")
-        sizes = tuple(group.shard_bytes)
-        if len(sizes) == 1:
-            sizes *= world
-        if len(sizes) != world:
-            raise invalid(
-                f"{len(sizes)} shard_bytes of group {group_idx(group)}: one, or kv_world_size "
-                f"({world}) of them"
-            )
-        groups.append(Group(group_idx(group), GroupKind(group.kind), group.window_tokens, sizes))
-    return Namespace(
-        name=message.name,
-        chunk_tokens=message.chunk_tokens,
-        kv_world_size=world,
-        groups=tuple(groups),
-        labels=dict(message.labels),
-    )
-
-
-def namespace_to_proto(namespace: Namespace) -> types.Namespace:
-    """The namespace as it was registered, with one number a shard."""
-    message = types.Namespace(
-        name=namespace.name,
-        labels=dict(namespace.labels),
-        chunk_tokens=namespace.chunk_tokens,
-        kv_world_size=namespace.kv_world_size,
-    )
-    for group in namespace.groups:
-        message.groups.add(
-            group_idx=group.group_idx,
-            kind=types.GroupKind.ValueType(group.kind.value),
-            window_tokens=group.window_tokens,
-            shard_bytes=(
-                group.shard_bytes[:1] if len(set(group.shard_bytes)) == 1 else group.shard_bytes
-            ),
-        )
-    return message
+async def answer(service: Service, session: Session | None, kind: str, request: Any) -> Any:
+    """The answer to a request of a kind; RequestError if there is no such verb."""
+    if kind in _AT_ONCE:
+        return _AT_ONCE[kind](service.core, session, request)
+    if kind in _IN_STEPS:
+        return await in_turns(_IN_STEPS[kind](service.core, session, request))
+    if kind in _WAITING:
+        return await _WAITING[kind](service, session, request)
+    raise invalid(f"a session takes no {kind} here")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvdock_server.core.sessions import Reservation, Session
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.ids import new_id
 from kvdock_server.index.index import Index, Slot
-from kvdock_server.sessions import Reservation, Session
 from kvdock_server.steps import Steps
 
 
@@ -60,7 +60,7 @@ class ReservationTable:
             )
         sealed = []
         for chunk in wanted:
-            slot = reservation.open.pop(chunk, None) if not session.disowned else None
+            slot = reservation.open.pop(chunk, None) if not session.orphaned else None
             self._forget_if_done(session, reservation)
             sealed.append(slot is not None and self._seal(slot))
             yield
@@ -70,30 +70,30 @@ class ReservationTable:
         """Give back what a reservation still holds; how many chunks that were."""
         reservation = self._reservation(session, reservation_id)
         aborted = 0
-        while reservation is not None and reservation.open and not session.disowned:
+        while reservation is not None and reservation.open and not session.orphaned:
             _, slot = reservation.open.popitem()
             self._forget_if_done(session, reservation)
-            self._index.give_back(slot)
+            self._index.abort(slot)
             aborted += 1
             yield
         return aborted
 
-    def disown(self, session: Session) -> Steps[None]:
+    def orphan(self, session: Session) -> Steps[None]:
         """Let others store what a session was storing. Its memory stays reserved."""
         for reservation in list(session.reservations.values()):
             while reservation.open:
                 _, slot = reservation.open.popitem()
-                self._index.disown(slot)
-                reservation.disowned.append(slot)
+                self._index.orphan(slot)
+                reservation.orphaned.append(slot)
                 yield
 
     def end(self, session: Session) -> Steps[None]:
         """A session's stream ended: free its memory once its process cannot write any more."""
-        yield from self.disown(session)
+        yield from self.orphan(session)
         self._ended.append(session)
-        yield from self.free_unmapped()
+        yield from self.reclaim_unmapped()
 
-    def free_unmapped(self) -> Steps[None]:
+    def reclaim_unmapped(self) -> Steps[None]:
         """Free the memory of ended sessions whose processes cannot write any more."""
         ready: list[Session] = []
         waiting: list[Session] = []
@@ -103,8 +103,8 @@ class ReservationTable:
         self._ended = waiting
         for session in ready:
             for reservation in list(session.reservations.values()):
-                while reservation.disowned:
-                    self._index.free(reservation.disowned.pop())
+                while reservation.orphaned:
+                    self._index.reclaim(reservation.orphaned.pop())
                     yield
                 self._forget_if_done(session, reservation)
 

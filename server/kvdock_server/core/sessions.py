@@ -39,17 +39,17 @@ class Reservation:
     """Memory that a session is writing to.
 
     ``open`` has the slots by their index in the request. When the session is lost, they become
-    ``disowned`` one by one: others may store those chunks, but the memory is not free yet.
+    ``orphaned`` one by one: others may store those chunks, but the memory is not free yet.
     """
 
     reservation_id: int
     open: dict[int, Slot]
-    disowned: list[Slot] = field(default_factory=list)
+    orphaned: list[Slot] = field(default_factory=list)
 
     @property
     def slots(self) -> int:
         """How many slots it holds."""
-        return len(self.open) + len(self.disowned)
+        return len(self.open) + len(self.orphaned)
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Session:
     ``session_id`` is a name for people; ``token`` stands for the session in calls outside its
     stream, and nobody is shown it but who opened the session.
     ``guard`` is the byte of the pool's file that the process keeps locked while it has the pool
-    mapped. ``disowned`` tells that what it reserved will not be committed any more. While it
+    mapped. ``orphaned`` tells that what it reserved will not be committed any more. While it
     ``is_held_up`` nothing of it is read, so that its silence means nothing.
     """
 
@@ -76,7 +76,7 @@ class Session:
     mode: Mode = Mode.SHARED
     mode_reason: str = "the client copies by itself"
     expired: bool = False
-    disowned: bool = False
+    orphaned: bool = False
     is_held_up: bool = False
     reservations: dict[int, Reservation] = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from kvdock_server.pool.memory_limits import SHM, PoolError, check_memory_limits
+from kvdock_server.tiers.host.memory_limits import SHM, PoolError, check_memory_limits
 
 logger = logging.getLogger(__name__)
 

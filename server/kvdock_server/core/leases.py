@@ -67,7 +67,7 @@ class LeaseTable:
 
     def __init__(self, index: Index) -> None:
         self.locks = 0
-        self._index = index
+        self.index = index
         self._leases: dict[int, Lease] = {}
         self._by_engine: dict[str | None, dict[int, Lease]] = {}
         self._by_owner: dict[int | None, dict[int, Lease]] = {}
@@ -93,7 +93,7 @@ class LeaseTable:
         lease_id = new_id(taken=self._leases)
         lease = Lease(lease_id, space, owner, engine_id, expires_at, readers)
         for span in spans:
-            self._index.pin(span.parts)
+            self.index.pin(span.parts)
             lease.spans.append(LockedSpan(span, [(1 << len(span.parts)) - 1] * readers))
             self.locks += len(span.parts) * readers
         self._leases[lease_id] = lease
@@ -204,7 +204,7 @@ class LeaseTable:
             locked.held[reader] &= ~mask
         if released:
             free = before & ~locked.held_by_any()
-            unpin = self._index.unpin
+            unpin = self.index.unpin
             # Text is the fastest way to walk the bits of a long integer.
             for index, bit in enumerate(reversed(f"{free >> low:b}"), low):
                 if bit == "1":

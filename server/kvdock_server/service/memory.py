@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakSet
 
-from kvdock.v1 import session_pb2
-from kvdock.v1 import types_pb2 as types
-from kvdock_server.core import Core
+from kvdock_server.core import Core, Mode, Role, Session
 from kvdock_server.errors import Reason, RequestError, invalid
-from kvdock_server.index.namespace import MAX_CHUNK_TOKENS
-from kvdock_server.rpc import verbs
-from kvdock_server.sessions import Mode, Role, Session
 from kvdock_server.transfer import (
-    BlockRegion,
     DeviceAllocation,
     DeviceMemoryError,
     GpuTransfers,
@@ -32,12 +27,34 @@ SETTLED_SECONDS = 1.0
 """When one worker of an engine has registered, the others mostly have so much later, too."""
 
 
-@dataclass(frozen=True)
-class WorkerMemory:
-    """What a worker registered: its blocks, by group_idx, of one namespace."""
+@dataclass(frozen=True, slots=True)
+class ExportedMemory:
+    """What a worker exports: its blocks, by group_idx, of one namespace."""
 
     namespace: str
-    groups: dict[int | None, GroupMemory]
+    groups: Mapping[int | None, GroupMemory]
+    allocations: Sequence[DeviceAllocation]
+
+
+class ModeChoice(NamedTuple):
+    """How a session's bytes move, and why."""
+
+    mode: Mode
+    reason: str
+
+
+class RegisteredGroup(NamedTuple):
+    """A worker's opened memory, and how its blocks of one group lie in it."""
+
+    registration: Registration
+    layout: GroupMemory
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """What a worker exported, opened."""
+
+    exported: ExportedMemory
     registration: Registration
 
 
@@ -54,11 +71,14 @@ class RegisteredMemory:
         self._has_answered = asyncio.Condition()
 
     async def register(
-        self, session: Session | None, request: session_pb2.RegisterMemoryRequest
-    ) -> session_pb2.RegisterMemoryResponse:
-        """Open a worker's device memory, or agree on another way for its bytes."""
+        self, session: Session | None, wanted: Mode | None, exported: ExportedMemory | None
+    ) -> ModeChoice:
+        """Open what a worker exports, or choose another way for its bytes, if none is ``wanted``.
+
+        In a wanted mode other than SERVER nothing is opened.
+        """
         try:
-            return await self._register(session, request)
+            return await self._register(session, wanted, exported)
         finally:
             if session is not None:
                 self._answered.add(session)
@@ -91,27 +111,24 @@ class RegisteredMemory:
                 await self._has_answered.wait_for(are_settled)
 
     async def _register(
-        self, session: Session | None, request: session_pb2.RegisterMemoryRequest
-    ) -> session_pb2.RegisterMemoryResponse:
+        self, session: Session | None, wanted: Mode | None, exported: ExportedMemory | None
+    ) -> ModeChoice:
         if session is None or session.role is not Role.WORKER:
             raise invalid("only a worker's session has memory to register")
-        if request.mode not in (0, *(mode.value for mode in Mode)):
-            raise invalid(f"mode {request.mode} is none of the protocol's")
         await self._release_earlier(session)
         memory = None
-        reason = "the client asked for it"
-        mode = Mode(request.mode) if request.mode else Mode.SHARED
-        if mode is Mode.SERVER or (not request.mode and request.allocations):
+        mode, reason = wanted or Mode.SHARED, "the client asked for it"
+        if exported is not None and wanted in (None, Mode.SERVER):
             try:
-                memory = await self._open(session, request)
+                memory = await self._open(session, exported)
                 mode, reason = Mode.SERVER, memory.registration.description
             except DeviceMemoryError as error:
-                if mode is Mode.SERVER:
+                if wanted is Mode.SERVER:
                     raise RequestError(Reason.DEVICE_MEMORY, str(error)) from error
                 reason = str(error)
             except LayoutError as error:
                 raise invalid(str(error)) from error
-        elif not request.mode:
+        elif wanted is None:
             reason = "the client has no device memory to export"
         try:
             while session in self._memory:  # another call of the session may be here, too
@@ -127,9 +144,7 @@ class RegisteredMemory:
         session.mode, session.mode_reason = mode, reason
         logger.info("worker %d of %s: %s mode: %s", session.worker_id, session.engine_id,
                     mode.name.lower(), reason)  # fmt: skip
-        return session_pb2.RegisterMemoryResponse(
-            epoch=self._core.epoch, mode=types.TransferMode.ValueType(mode.value), reason=reason
-        )
+        return ModeChoice(mode, reason)
 
     async def release(self, session: Session) -> None:
         """End a session's copies and let go of its device memory."""
@@ -155,10 +170,8 @@ class RegisteredMemory:
         if closing:
             await asyncio.wait(closing)
 
-    def of(
-        self, session: Session, namespace: str, group_idx: int | None
-    ) -> tuple[Registration, GroupMemory]:
-        """A session's memory and how a group lies in it; RequestError if it registered none."""
+    def of(self, session: Session, namespace: str, group_idx: int | None) -> RegisteredGroup:
+        """A session's memory for a group; RequestError if it registered none."""
         layout = self._group(session, namespace, group_idx)
         if layout is None:
             memory = self._memory.get(session)
@@ -171,7 +184,7 @@ class RegisteredMemory:
                 else f"the device of this session's memory failed ({failure}): send "
                 "register_memory again, which says what is left to do",
             )
-        return self._memory[session].registration, layout
+        return RegisteredGroup(self._memory[session].registration, layout)
 
     def reader(
         self, session: Session, reader: int, namespace: str, group_idx: int | None
@@ -190,57 +203,32 @@ class RegisteredMemory:
         registered = {
             worker.worker_id: memory.registration
             for worker, memory in self._memory.items()
-            if (worker.engine_id, worker.kv_worker_id, memory.namespace)
-            == (session.engine_id, session.kv_worker_id, self._memory[session].namespace)
+            if (worker.engine_id, worker.kv_worker_id, memory.exported.namespace)
+            == (session.engine_id, session.kv_worker_id, self._memory[session].exported.namespace)
         }
         leader = registered.pop(min(registered))
         for follower in registered.values():
             leader.expect_follower(follower)
 
-    async def _open(
-        self, session: Session, request: session_pb2.RegisterMemoryRequest
-    ) -> WorkerMemory:
-        space = self._core.index.space(request.namespace)
-        groups: dict[int | None, GroupMemory] = {}
-        for group in request.groups:
-            group_idx = verbs.group_idx(group)
-            if group_idx in groups:
-                raise invalid(f"group {group_idx} is described twice: each group once")
-            if group.blocks_per_chunk > MAX_CHUNK_TOKENS:
-                raise invalid(
-                    f"blocks_per_chunk {group.blocks_per_chunk} of group {group_idx}: at most "
-                    f"{MAX_CHUNK_TOKENS}, the most tokens that a chunk has"
-                )
-            layout = GroupMemory(
-                group.num_blocks,
-                group.blocks_per_chunk,
-                tuple(
-                    BlockRegion(
-                        region.allocation, region.offset, region.block_stride, region.page_bytes
-                    )
-                    for region in group.regions
-                ),
+    async def _open(self, session: Session, exported: ExportedMemory) -> WorkerMemory:
+        self._core.check_namespace(exported.namespace)
+        for group_idx, layout in exported.groups.items():
+            shard_bytes = self._core.shard_bytes(
+                exported.namespace, group_idx, session.kv_worker_id
             )
-            position = space.namespace.position(group_idx)
-            shard_bytes = space.shard_bytes(position, session.kv_worker_id)
             if layout.chunk_bytes != shard_bytes:
                 raise invalid(
                     f"group {group_idx}: {layout.blocks_per_chunk} blocks of {layout.block_bytes} "
                     f"bytes a chunk, but its shards have {shard_bytes} bytes"
                 )
-            groups[group_idx] = layout
-        allocations = [
-            DeviceAllocation(allocation.ipc_handle, allocation.bytes, allocation.device_uuid)
-            for allocation in request.allocations
-        ]
-        registration = await self._transfers.register(allocations, groups)
-        return WorkerMemory(request.namespace, groups, registration)
+        registration = await self._transfers.register(exported.allocations, exported.groups)
+        return WorkerMemory(exported, registration)
 
     def _group(self, session: Session, namespace: str, group_idx: int | None) -> GroupMemory | None:
         """How a session's memory for a group lies, None if none is registered and usable."""
         memory = self._memory.get(session)
-        if memory is None or memory.namespace != namespace:
+        if memory is None or memory.exported.namespace != namespace:
             return None
         if memory.registration.failure is not None:
             return None
-        return memory.groups.get(group_idx)
+        return memory.exported.groups.get(group_idx)

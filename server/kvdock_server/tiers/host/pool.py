@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvdock_server.pool.segment import Segment
-from kvdock_server.pool.slots import SlotAllocator
+from kvdock_server.tiers.host.segment import Segment
+from kvdock_server.tiers.host.slots import SlotAllocator
 
 _MIN_SLAB_BYTES = 1 << 20
 _MAX_SLAB_BYTES = 64 << 20

@@ -8,26 +8,30 @@ protocol, whose comments say what each verb promises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvdock_server.core.leases import Lease, LeaseTable
+from kvdock_server.core.listing import ListedPart, list_parts
+from kvdock_server.core.ranges import LeaseRange, LockRange
+from kvdock_server.core.reading import MAX_KEYS, LocatedShard, LockedShards, locate, pinned
+from kvdock_server.core.reservations import ReservationTable
+from kvdock_server.core.sessions import Mode, Role, Session, SessionTable
+from kvdock_server.core.writing import Writing
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.ids import new_id
-from kvdock_server.index.chunk import NO_SLOT, Part
-from kvdock_server.index.index import HitSpan, Index, ReserveStatus, Slot
-from kvdock_server.index.lease import Lease, LeaseTable
-from kvdock_server.pool.slots import SlotAllocator
-from kvdock_server.reservations import ReservationTable
-from kvdock_server.sessions import Mode, Reservation, Role, Session, SessionTable
+from kvdock_server.index.index import Index, ReserveStatus, Slot
+from kvdock_server.index.namespace import Namespace
 from kvdock_server.steps import Backlog, Steps, at_once
+from kvdock_server.tiers.host.slots import SlotAllocator
 
 KEY_BYTES = 32
 # What the recipe of keys calls the parent of a prompt's first chunk; no parent means the same.
 _ROOT = bytes(KEY_BYTES)
-MAX_KEYS = 16_384
 MAX_READERS = 256
 MAX_LOCK_RANGES = 256
 DEFAULT_LEASE_TTL_MS = 30_000
@@ -36,23 +40,21 @@ MAX_LEASE_TTL_MS = 600_000
 # A part whose missing shards have no writer for so long is given up.
 _SHARDS_MISSING_SECONDS = 60.0
 
-_SHARDS_A_STEP = 64
+
+class HitRange(NamedTuple):
+    """The chunks [first_chunk, end_chunk) of one group that a hit needs."""
+
+    group_idx: int | None
+    first_chunk: int
+    end_chunk: int
 
 
 class Hit(NamedTuple):
-    """Answer to a lookup. ``spans`` is empty on a miss, ``lease`` None on a miss or a probe."""
+    """Answer to a lookup. ``ranges`` is empty on a miss, ``lease`` None on a miss or a probe."""
 
     chunks: int
-    spans: Sequence[HitSpan]
+    ranges: Sequence[HitRange]
     lease: Lease | None
-
-
-class LocatedShard(NamedTuple):
-    """A shard that a reader has locked."""
-
-    part: Part
-    offset: int
-    nbytes: int
 
 
 @dataclass
@@ -130,14 +132,14 @@ class Core:
 
         Memory that its process may still be writing to is released when it cannot any more.
         """
-        session.disowned = True
+        session.orphaned = True
         self.sessions.close(session)
         self.backlog.add(self._end(session))
 
     def sweep(self) -> None:
         """Carry out what time alone brings about. Call it about once a second."""
         now = self.clock()
-        self.backlog.add(self._reservations.free_unmapped())
+        self.backlog.add(self._reservations.reclaim_unmapped())
         self.backlog.add(self.leases.expire(now))
         self.index.give_up_overdue(now)
         if self.events is not None:
@@ -145,7 +147,7 @@ class Core:
         for session in self.sessions:
             silent = now - session.last_seen > session.ttl and not session.is_held_up
             if silent and not session.expired:
-                session.expired = session.disowned = True
+                session.expired = session.orphaned = True
                 self.backlog.add(self._let_go(session))
 
     def excuse_silence(self, seconds: float) -> None:
@@ -177,12 +179,17 @@ class Core:
             raise invalid(f"ttl_ms {ttl_ms}: at most {MAX_LEASE_TTL_MS}, 0 means 30,000")
         space = self.index.space(namespace)
         spans = self.index.find(space, keys)
-        chunks = spans[0].first + len(spans[0].parts) if spans else 0
+        groups = space.namespace.groups
+        ranges = [
+            HitRange(groups[span.position].group_idx, span.first, span.first + len(span.parts))
+            for span in spans
+        ]
+        chunks = ranges[0].end_chunk if ranges else 0
         self.counters.lookups += 1
         self.counters.lookup_chunks += len(keys)
         self.counters.hit_chunks += chunks
         if probe or not spans:
-            return Hit(chunks, spans, None)
+            return Hit(chunks, ranges, None)
         self.index.touch(spans)
         if session is not None:
             lease = self.leases.grant(
@@ -195,146 +202,66 @@ class Core:
         else:
             expires_at = self.clock() + (ttl_ms or DEFAULT_LEASE_TTL_MS) / 1000
             lease = self.leases.grant(space, spans, readers or 1, expires_at=expires_at)
-        return Hit(chunks, spans, lease)
+        return Hit(chunks, ranges, lease)
 
-    def free_locks(
-        self,
-        session: Session | None,
-        ranges: Sequence[tuple[int, int, int, int | None, int | None]],
-    ) -> list[int]:
-        """Free (lease_id, first_chunk, end_chunk, reader, group_idx) each; how many were held."""
+    def free_locks(self, session: Session | None, ranges: Sequence[LockRange]) -> list[int]:
+        """Free locks, those of the caller only if it is a worker; how many were held of each."""
         return at_once(self.free_locks_in_steps(session, ranges))
 
     def free_locks_in_steps(
-        self,
-        session: Session | None,
-        ranges: Sequence[tuple[int, int, int, int | None, int | None]],
+        self, session: Session | None, ranges: Sequence[LockRange]
     ) -> Steps[list[int]]:
         """Likewise."""
         if len(ranges) > MAX_LOCK_RANGES:
             raise invalid(f"{len(ranges)} lock ranges: at most {MAX_LOCK_RANGES}")
         # All is looked at before anything is freed: a call that fails changes nothing.
-        leases = [self._lease(session, lease_id) for lease_id, *_ in ranges]
+        leases = [self._lease(session, wanted.lease_id) for wanted in ranges]
         positions = [
-            lease.space.namespace.position(group_idx) if lease and group_idx is not None else None
-            for lease, (*_, group_idx) in zip(leases, ranges, strict=True)
+            lease.space.namespace.position(wanted.group_idx)
+            if lease is not None and wanted.group_idx is not None
+            else None
+            for lease, wanted in zip(leases, ranges, strict=True)
         ]
         released = []
-        for lease, position, (_, first, end, reader, _) in zip(
-            leases, positions, ranges, strict=True
-        ):
+        for wanted, lease, position in zip(ranges, leases, positions, strict=True):
+            reader = wanted.reader
             if session is not None and session.role is Role.WORKER:
                 reader = session.worker_id
-            readers = None if reader is None else [reader]
             freed = 0
             if lease is not None:
                 freed = yield from self.leases.release_in_steps(
-                    lease, first, end or None, readers=readers, position=position
+                    lease,
+                    wanted.first_chunk,
+                    wanted.end_chunk or None,
+                    readers=None if reader is None else [reader],
+                    position=position,
                 )
             released.append(freed)
         return released
 
     def locate(
-        self,
-        session: Session | None,
-        lease_id: int,
-        group_idx: int | None,
-        first: int,
-        end: int,
-        *,
-        shard: int,
-        reader: int,
-    ) -> list[LocatedShard | None]:
-        """Where the locked shards of [first, end) lie; None for each that is not locked."""
-        return at_once(
-            self.locate_in_steps(session, lease_id, group_idx, first, end, shard, reader)
-        )
+        self, session: Session | None, chunks: LeaseRange, *, shard: int, reader: int
+    ) -> LockedShards:
+        """Where the locked shards of a range lie."""
+        return at_once(self.locate_in_steps(session, chunks, shard=shard, reader=reader))
 
     def locate_in_steps(
-        self,
-        session: Session | None,
-        lease_id: int,
-        group_idx: int | None,
-        first: int,
-        end: int,
-        shard: int,
-        reader: int,
-    ) -> Steps[list[LocatedShard | None]]:
+        self, session: Session | None, chunks: LeaseRange, *, shard: int, reader: int
+    ) -> Steps[LockedShards]:
         """Likewise, by the locks that are held at the first step."""
-        lease = self._lease(session, lease_id)
+        lease = self._lease(session, chunks.lease_id)
         if lease is None:
             raise RequestError(
                 Reason.UNKNOWN_LEASE,
-                f"lease {lease_id} ended or is of an earlier epoch: look up again",
+                f"lease {chunks.lease_id} ended or is of an earlier epoch: look up again",
             )
-        namespace = lease.space.namespace
         worker = session if session is not None and session.role is Role.WORKER else None
         if worker and (shard, reader) != (worker.kv_worker_id, worker.worker_id):
             raise invalid(
                 f"shard {shard} and reader {reader}: this session may retrieve shard "
                 f"{worker.kv_worker_id} as reader {worker.worker_id} only"
             )
-        if shard >= namespace.kv_world_size:
-            raise invalid(f"kv_worker_id {shard}: below {namespace.kv_world_size}")
-        if reader >= lease.readers:
-            raise invalid(f"reader {reader}: the lease was given to {lease.readers} readers")
-        position = namespace.position(group_idx)
-        locked = lease.spans[position]
-        span_end = locked.span.first + len(locked.span.parts)
-        end = end or span_end
-        if not first < end:
-            raise invalid(f"chunks [{first}, {end}): the range is empty")
-        if end - first > MAX_KEYS:
-            raise invalid(f"{end - first} chunks: at most {MAX_KEYS}")
-        nbytes = lease.space.shard_bytes(position, shard)
-        located: list[LocatedShard | None] = [None] * (end - first)
-        low, high = max(first, locked.span.first), min(end, span_end)
-        held = locked.held[reader] >> (low - locked.span.first)
-        if held & ((1 << max(high - low, 0)) - 1):
-            lease.copying.add(reader)
-        # Text is the fastest way to walk the bits of a long integer.
-        for chunk, bit in zip(range(low, high), reversed(f"{held:b}"), strict=False):
-            part = locked.span.parts[chunk - locked.span.first]
-            if bit == "1" and part.slots[shard] != NO_SLOT:  # none if it was freed meanwhile
-                located[chunk - first] = LocatedShard(part, part.slots[shard], nbytes)
-            if chunk % _SHARDS_A_STEP == 0:
-                yield
-        return located
-
-    def holds(
-        self,
-        session: Session | None,
-        lease_id: int,
-        group_idx: int | None,
-        chunks: Sequence[int],
-        reader: int,
-    ) -> bool:
-        """True if a reader has a lock on each of the chunks, all of which the group has locked."""
-        lease = self._lease(session, lease_id)
-        if lease is None or reader >= lease.readers:
-            return False
-        locked = lease.spans[lease.space.namespace.position(group_idx)]
-        return all(locked.held[reader] >> (chunk - locked.span.first) & 1 for chunk in chunks)
-
-    def end_retrieve(
-        self,
-        session: Session | None,
-        lease_id: int,
-        group_idx: int | None,
-        first: int,
-        end: int,
-        readers: Sequence[int],
-    ) -> None:
-        """Free the locks of all readers that a retrieve was for."""
-        lease = self._lease(session, lease_id)
-        if lease is not None:
-            position = lease.space.namespace.position(group_idx)
-            self.leases.release(lease, first, end, readers=readers, position=position)
-
-    def lease_readers(self, session: Session | None, lease_id: int) -> int:
-        """How many readers a lease was given to; 0 if it ended."""
-        lease = self._lease(session, lease_id)
-        return lease.readers if lease else 0
+        return locate(self.leases, lease, chunks, shard=shard, reader=reader)
 
     def lease_namespace(self, session: Session | None, lease_id: int) -> str:
         """Name of the namespace that a lease is about; empty if the lease ended."""
@@ -361,7 +288,7 @@ class Core:
         """Find memory for one shard of consecutive chunks of a prompt.
 
         ``event_data`` is what events are to tell about them, encoded, one for each or none. The
-        caller owns the slots, and seals or gives back each of them.
+        caller owns the slots, and seals or aborts each of them.
         """
         return at_once(
             self.reserve_in_steps(
@@ -379,7 +306,7 @@ class Core:
         keys: Sequence[bytes],
         event_data: Sequence[bytes] = (),
     ) -> Steps[list[ReserveStatus | Slot]]:
-        """Likewise. Closed before its end, it gives back what it has reserved."""
+        """Likewise. Closed before its end, it aborts what it has reserved."""
         self._refuse_when_draining()
         check_keys(keys)
         if len(parent_key) not in (0, KEY_BYTES):
@@ -403,47 +330,27 @@ class Core:
 
     def seal(self, slot: Slot) -> bool:
         """The bytes of a slot are complete. False if the chunk was cleared meanwhile."""
-        space = slot.part.chunk.space
         if not self.index.seal(slot):
             return False
         self.counters.stored_shards += 1
-        self.counters.stored_bytes += space.shard_bytes(slot.part.position, slot.shard)
+        self.counters.stored_bytes += slot.nbytes
         return True
 
-    def seal_all(self, slots: dict[int, Slot]) -> Steps[list[int]]:
-        """The bytes of all slots are complete; which chunks were not cleared meanwhile.
+    def writing(self, outcomes: Sequence[ReserveStatus | Slot]) -> Writing:
+        """The slots that a reserve got, for whoever fills them."""
+        return Writing(self.index, self.seal, outcomes)
 
-        Takes each out of ``slots`` when it is done.
+    def open_reservation(self, session: Session, writing: Writing) -> int:
+        """Hand slots over to a client that fills them by itself; 0 if there are none.
+
+        RequestError if the session has ended meanwhile.
         """
-        sealed = []
-        for index in list(slots):
-            if self.seal(slots.pop(index)):
-                sealed.append(index)
-            yield
-        return sealed
-
-    def give_back(self, slot: Slot) -> None:
-        """The bytes of a slot will not come."""
-        self.index.give_back(slot)
-
-    def give_back_all(self, slots: Iterable[Slot]) -> None:
-        """The bytes of these slots will not come."""
-        self.index.give_back_all(list(slots))
-
-    def open_reservation(
-        self, session: Session, outcomes: Sequence[ReserveStatus | Slot]
-    ) -> Reservation | None:
-        """Hand slots over to a client that writes by itself; None if there are none.
-
-        RequestError if the session has ended meanwhile; the slots are given back then.
-        """
-        slots = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, Slot)}
-        if not slots:
-            return None
-        if session.disowned:
-            self.give_back_all(slots.values())
+        if not writing.open:
+            return 0
+        if session.orphaned:
             self.sessions.with_token(session.token)
-        return self._reservations.open(session, slots)
+        slots, writing.open = writing.open, {}
+        return self._reservations.open(session, slots).reservation_id
 
     def commit(self, session: Session, reservation_id: int, chunks: Sequence[int]) -> list[bool]:
         """Seal chunks of a reservation, or all open ones; False for each that was cleared."""
@@ -465,10 +372,11 @@ class Core:
 
     # Copies made by the server
 
-    def readable(
+    @contextmanager
+    def reading(
         self, namespace: str, group_idx: int | None, shard: int, keys: Sequence[bytes]
-    ) -> list[LocatedShard]:
-        """The shards of the first keys that are all there, pinned until ``done_reading``."""
+    ) -> Iterator[list[LocatedShard]]:
+        """The shards of the first keys that are all there. They stay until the block ends."""
         check_keys(keys)
         space = self.index.space(namespace)
         if shard >= space.namespace.kv_world_size:
@@ -481,22 +389,41 @@ class Core:
             if part is None:
                 break
             shards.append(LocatedShard(part, part.slots[shard], nbytes))
-        self.index.pin([shard.part for shard in shards])
         self._readings += 1
-        return shards
+        try:
+            with pinned(self.index, shards):
+                yield shards
+        finally:
+            self._readings -= 1
 
-    def done_reading(self, shards: Sequence[LocatedShard]) -> None:
-        """Unpin what ``readable`` pinned."""
-        self._readings -= 1
-        for shard in shards:
-            self.index.unpin(shard.part)
+    # Namespaces
 
-    # Pruning
+    def register_namespace(self, namespace: Namespace) -> bool:
+        """Make a namespace known; True if it was not. RequestError if it contradicts itself."""
+        return self.index.register(namespace)
+
+    def check_namespace(self, name: str) -> None:
+        """RequestError (UNKNOWN_NAMESPACE) if there is no namespace of that name."""
+        self.index.space(name)
+
+    def shard_bytes(self, namespace: str, group_idx: int | None, shard: int) -> int:
+        """Size of one shard of a group; RequestError if there is none, or it is not known."""
+        space = self.index.space(namespace)
+        return space.shard_bytes(space.namespace.position(group_idx), shard)
+
+    def list_parts(self, namespace: str) -> Generator[list[ListedPart] | None, None, None]:
+        """As in ``listing``."""
+        return list_parts(self.index.space(namespace))
 
     def clear(self, namespace: str) -> int:
         """Make everything in a namespace invisible, or in all if the name is empty."""
         spaces = [self.index.space(namespace)] if namespace else self.index.spaces
         return self.index.clear(*spaces)
+
+    def evict_in_steps(self, nbytes: int) -> Steps[tuple[int, int]]:
+        """Evict so many bytes, or all if 0; the parts and bytes that were."""
+        # All is a number, too, so that it ends though others store meanwhile.
+        return self.index.evict_in_steps(nbytes or self.index.sealed_bytes)
 
     @property
     def is_idle(self) -> bool:
@@ -529,7 +456,7 @@ class Core:
                 if self._has_successor(session):
                     break
                 yield from self.leases.release_in_steps(lease, readers=[session.worker_id])
-        yield from self._reservations.disown(session)
+        yield from self._reservations.orphan(session)
 
     def _has_successor(self, session: Session) -> bool:
         """True if the same worker has connected anew, and holds its locks by that session."""

@@ -1,0 +1,50 @@
+"""What a namespace holds, part by part, for operators."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+
+from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, all_chunks
+from kvdock_server.index.namespace_index import NamespaceIndex
+
+
+@dataclass(frozen=True, slots=True)
+class ListedPart:
+    """One part as it is now. ``parent_key`` is empty for a prompt's first chunk."""
+
+    key: bytes
+    parent_key: bytes
+    group_idx: int | None
+    sealed_shards: int
+    nbytes: int
+    locks: int
+    visible: bool
+
+
+def list_parts(space: NamespaceIndex[Chunk]) -> Generator[list[ListedPart] | None, None, None]:
+    """The parts of each chunk in turn, while others come and go. Close it if it is not at its end.
+
+    None, and nothing after it, if all was cleared meanwhile.
+    """
+    with closing(all_chunks(space)) as chunks:
+        for chunk in chunks:
+            if space.is_cleared:
+                yield None
+                return
+            yield [_listed(space, part) for part in chunk.parts if part is not None]
+
+
+def _listed(space: NamespaceIndex[Chunk], part: Part) -> ListedPart:
+    group = space.namespace.groups[part.position]
+    sizes = zip(group.shard_bytes, part.slots, strict=True)
+    return ListedPart(
+        key=part.chunk.key,
+        parent_key=part.chunk.parent.key if part.chunk.parent else b"",
+        group_idx=group.group_idx,
+        sealed_shards=part.sealed_shards,
+        nbytes=sum(size for size, offset in sizes if offset != NO_SLOT),
+        locks=part.pins,
+        visible=part.visible,
+    )

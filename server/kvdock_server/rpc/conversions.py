@@ -1,0 +1,200 @@
+"""Between messages and the values of the domain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvdock.v1 import cache_pb2 as pb
+from kvdock.v1 import session_pb2
+from kvdock.v1 import types_pb2 as types
+from kvdock_server.core import (
+    MAX_CHUNK_TOKENS,
+    MAX_KV_WORLD_SIZE,
+    Core,
+    Group,
+    GroupKind,
+    LeaseRange,
+    LocatedShard,
+    Mode,
+    Namespace,
+)
+from kvdock_server.errors import invalid
+from kvdock_server.service.block_copy import BlockCopy
+from kvdock_server.service.chunk_status import ChunkStatus
+from kvdock_server.service.loads import RetrieveCall
+from kvdock_server.service.memory import ExportedMemory
+from kvdock_server.service.retrieve import RetrievedChunk
+from kvdock_server.service.store import StoreCall
+from kvdock_server.steps import Steps
+from kvdock_server.transfer import BlockRegion, DeviceAllocation, GroupMemory, LayoutError
+
+MAX_EVENT_DATA_BYTES = 1 << 20
+MAX_BLOCK_HASHES = MAX_CHUNK_TOKENS
+"""Of one chunk: one for each token."""
+
+
+def group_idx(message: Any) -> int | None:
+    """The message's group_idx; absent and 0 are different."""
+    return message.group_idx if message.HasField("group_idx") else None
+
+
+def statuses(of_chunks: Iterable[ChunkStatus]) -> list[types.ChunkStatus.ValueType]:
+    """What became of chunks, as messages carry it."""
+    return [types.ChunkStatus.ValueType(status.value) for status in of_chunks]
+
+
+def retrieved(core: Core, chunks: Iterable[RetrievedChunk]) -> Steps[pb.RetrieveResponse]:
+    """The answer to a Retrieve."""
+    response = pb.RetrieveResponse(epoch=core.epoch)
+    for status, shard in chunks:
+        response.chunks.add(
+            status=types.ChunkStatus.ValueType(status.value),
+            location=None if shard is None else location(shard),
+        )
+        yield
+    return response
+
+
+def location(shard: LocatedShard) -> types.Location:
+    """Where a shard lies in the pool."""
+    return types.Location(offset=shard.offset, length=shard.nbytes)
+
+
+def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
+    """What a Store asks for."""
+    return StoreCall(
+        request.namespace,
+        group_idx(request),
+        request.parent_key,
+        request.keys,
+        BlockCopy(
+            block_ids=request.block_ids,
+            ready_event=request.ready_event,
+            timeout_ms=request.timeout_ms,
+            deadline_ns=request.deadline_ns,
+        ),
+        event_data(core, request),
+    )
+
+
+def retrieve_call(request: pb.RetrieveRequest) -> RetrieveCall:
+    """What a Retrieve asks for."""
+    return RetrieveCall(
+        LeaseRange(request.lease_id, group_idx(request), request.first_chunk, request.end_chunk),
+        request.kv_worker_id,
+        request.reader,
+        BlockCopy(
+            request.block_ids,
+            request.skip_blocks,
+            request.ready_event,
+            request.timeout_ms,
+            request.deadline_ns,
+        ),
+        request.also_fill,
+        request.filled_by if request.HasField("filled_by") else None,
+    )
+
+
+def wanted_mode(request: session_pb2.RegisterMemoryRequest) -> Mode | None:
+    """The mode that a RegisterMemory asks for, None if the server is to choose."""
+    if request.mode not in (0, *(mode.value for mode in Mode)):
+        raise invalid(f"mode {request.mode} is none of the protocol's")
+    return Mode(request.mode) if request.mode else None
+
+
+def exported_memory(request: session_pb2.RegisterMemoryRequest) -> ExportedMemory:
+    """The memory that a RegisterMemory describes; RequestError if it cannot be."""
+    groups: dict[int | None, GroupMemory] = {}
+    for group in request.groups:
+        name = group_idx(group)
+        if name in groups:
+            raise invalid(f"group {name} is described twice: each group once")
+        if group.blocks_per_chunk > MAX_CHUNK_TOKENS:
+            raise invalid(
+                f"blocks_per_chunk {group.blocks_per_chunk} of group {name}: at most "
+                f"{MAX_CHUNK_TOKENS}, the most tokens that a chunk has"
+            )
+        regions = tuple(
+            BlockRegion(region.allocation, region.offset, region.block_stride, region.page_bytes)
+            for region in group.regions
+        )
+        groups[name] = GroupMemory(group.num_blocks, group.blocks_per_chunk, regions)
+    try:
+        allocations = [
+            DeviceAllocation(allocation.ipc_handle, allocation.bytes, allocation.device_uuid)
+            for allocation in request.allocations
+        ]
+    except LayoutError as error:
+        raise invalid(str(error)) from error
+    return ExportedMemory(request.namespace, groups, allocations)
+
+
+def event_data(core: Core, request: Any) -> list[bytes]:
+    """What the request tells about its chunks, encoded; nothing if no log wants to know.
+
+    RequestError unless there is event data for every key or for none, or if it is too large.
+    """
+    given: Sequence[types.ChunkEventData] = request.event_data
+    if given and len(given) != len(request.keys):
+        raise invalid(f"{len(given)} event_data for {len(request.keys)} keys: one each, or none")
+    if core.events is None:
+        return []
+    encoded = []
+    for index, data in enumerate(given):
+        if len(data.block_hashes) > MAX_BLOCK_HASHES:
+            raise invalid(
+                f"event_data {index} with {len(data.block_hashes)} block_hashes: at most "
+                f"{MAX_BLOCK_HASHES}"
+            )
+        encoded.append(data.SerializeToString())
+        if len(encoded[-1]) > MAX_EVENT_DATA_BYTES:
+            raise invalid(f"event_data {index} of {len(encoded[-1])} bytes: at most 1 MiB")
+    return encoded
+
+
+def namespace_from_proto(message: types.Namespace) -> Namespace:
+    """The namespace, its shard_bytes spread to one number a shard."""
+    world = message.kv_world_size
+    if not 1 <= world <= MAX_KV_WORLD_SIZE:
+        raise invalid(f"kv_world_size {world}: from 1 to {MAX_KV_WORLD_SIZE}")
+    groups = []
+    for group in message.groups:
+        if group.kind not in (kind.value for kind in GroupKind):
+            raise invalid(f"kind {group.kind} of group {group_idx(group)}: name what it needs")
+        sizes = tuple(group.shard_bytes)
+        if len(sizes) == 1:
+            sizes *= world
+        if len(sizes) != world:
+            raise invalid(
+                f"{len(sizes)} shard_bytes of group {group_idx(group)}: one, or kv_world_size "
+                f"({world}) of them"
+            )
+        groups.append(Group(group_idx(group), GroupKind(group.kind), group.window_tokens, sizes))
+    return Namespace(
+        name=message.name,
+        chunk_tokens=message.chunk_tokens,
+        kv_world_size=world,
+        groups=tuple(groups),
+        labels=dict(message.labels),
+    )
+
+
+def namespace_to_proto(namespace: Namespace) -> types.Namespace:
+    """The namespace as it was registered, with one number a shard."""
+    message = types.Namespace(
+        name=namespace.name,
+        labels=dict(namespace.labels),
+        chunk_tokens=namespace.chunk_tokens,
+        kv_world_size=namespace.kv_world_size,
+    )
+    for group in namespace.groups:
+        message.groups.add(
+            group_idx=group.group_idx,
+            kind=types.GroupKind.ValueType(group.kind.value),
+            window_tokens=group.window_tokens,
+            shard_bytes=(
+                group.shard_bytes[:1] if len(set(group.shard_bytes)) == 1 else group.shard_bytes
+            ),
+        )
+    return message

@@ -1,0 +1,65 @@
+"""A copy from or to a worker's blocks, as its caller describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvdock_server.errors import invalid
+from kvdock_server.transfer import I64, GroupMemory
+
+EVENT_HANDLE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Which blocks, not before what, and until when.
+
+    ``block_ids`` come chunk by chunk, without the first ``skip_blocks``. ``ready_event`` is the
+    handle of an event that must be done first, or empty. ``timeout_ms`` counts from when the call
+    came, ``deadline_ns`` is a time of CLOCK_MONOTONIC; 0: none.
+    """
+
+    block_ids: Sequence[int] = ()
+    skip_blocks: int = 0
+    ready_event: bytes = b""
+    timeout_ms: int = 0
+    deadline_ns: int = 0
+
+    @property
+    def names_blocks(self) -> bool:
+        """True if it says anything that only the server's own copy needs."""
+        return bool(self.block_ids or self.skip_blocks or self.ready_event)
+
+    def deadline(self, now: float) -> float:
+        """When it is given up; RequestError if ``deadline_ns`` cannot be of our clock."""
+        timeout = self.timeout_ms / 1000 if self.timeout_ms else float("inf")
+        if not self.deadline_ns:
+            return now + timeout
+        ahead = self.deadline_ns / 1e9 - now
+        if ahead > timeout:
+            raise invalid(
+                f"deadline_ns {self.deadline_ns} is {ahead:.3f} s ahead, and timeout_ms is "
+                f"{self.timeout_ms}: it must be of this host's CLOCK_MONOTONIC (do both processes "
+                "have the same time namespace?)"
+            )
+        return now + ahead
+
+    def blocks(self, layout: GroupMemory, chunks: int) -> I64:
+        """Block ids as (chunks, blocks a chunk), 0 for those to skip.
+
+        RequestError if they do not fit the group, or if the event is none.
+        """
+        try:
+            ids = layout.block_ids(self.block_ids, chunks, self.skip_blocks)
+        except ValueError as error:
+            raise invalid(str(error)) from error
+        if len(self.ready_event) not in (0, EVENT_HANDLE_BYTES):
+            raise invalid(
+                f"ready_event of {len(self.ready_event)} bytes: {EVENT_HANDLE_BYTES}, or none"
+            )
+        blocks = np.zeros(self.skip_blocks + len(ids), dtype=np.int64)
+        blocks[self.skip_blocks :] = ids
+        return blocks.reshape(chunks, layout.blocks_per_chunk)

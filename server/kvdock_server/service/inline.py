@@ -1,0 +1,93 @@
+"""Bytes that come and go in messages, for clients that share no memory: Put and Get."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+from kvdock_server.core import Core, LocatedShard, ReserveStatus, Slot, Writing
+from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
+from kvdock_server.service.turns import in_turns
+from kvdock_server.tiers.host.pool import Pool
+
+
+class Put:
+    """Shards of consecutive chunks whose bytes are coming.
+
+    ``statuses`` has RESERVED for the chunks whose bytes are wanted. A shard has ``shard_bytes``.
+    """
+
+    def __init__(
+        self, outcomes: Sequence[ReserveStatus | Slot], writing: Writing, pool: Pool, nbytes: int
+    ) -> None:
+        self.statuses = [
+            ChunkStatus.RESERVED if isinstance(outcome, Slot) else OF_RESERVE[outcome]
+            for outcome in outcomes
+        ]
+        self.shard_bytes = nbytes
+        self._writing = writing
+        self._pool = pool
+        self._received = [0] * len(outcomes)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The wanted chunks of which bytes are missing."""
+        return list(self._writing.open)
+
+    def write(self, chunk: int, data: bytes) -> ChunkStatus | None:
+        """The next bytes of a chunk, which are dropped if they are not wanted.
+
+        What became of the chunk if they complete it, else None.
+        """
+        if not 0 <= chunk < len(self._received):
+            raise invalid(f"chunk {chunk} of a Put of {len(self._received)} chunks")
+        begin = self._received[chunk]
+        self._received[chunk] = end = begin + len(data)
+        if end > self.shard_bytes:
+            raise RequestError(
+                Reason.WRONG_LENGTH,
+                f"{end} bytes or more for chunk {chunk}: a shard of this group has "
+                f"{self.shard_bytes}",
+            )
+        slot = self._writing.open.get(chunk)
+        if slot is None:
+            return None
+        self._pool.view(slot.offset + begin, len(data))[:] = data
+        if end < self.shard_bytes:
+            return None
+        return ChunkStatus.STORED if self._writing.seal(chunk) else ChunkStatus.FAILED
+
+
+class Inline:
+    """Puts and Gets, which have no session."""
+
+    def __init__(self, core: Core, pool: Pool) -> None:
+        self._core = core
+        self._pool = pool
+
+    @asynccontextmanager
+    async def put(
+        self,
+        namespace: str,
+        group_idx: int | None,
+        shard: int,
+        parent_key: bytes,
+        keys: Sequence[bytes],
+        event_data: Sequence[bytes],
+    ) -> AsyncIterator[Put]:
+        """Take one shard of chunks of a prompt, as in ``Core.reserve``."""
+        outcomes = await in_turns(
+            self._core.reserve_in_steps(
+                None, namespace, group_idx, shard, parent_key, keys, event_data
+            )
+        )
+        with self._core.writing(outcomes) as writing:
+            nbytes = self._core.shard_bytes(namespace, group_idx, shard)
+            yield Put(outcomes, writing, self._pool, nbytes)
+
+    def pieces(self, shard: LocatedShard, nbytes: int) -> Iterator[memoryview]:
+        """A shard's bytes, so many at a time. When all are taken, it counts as retrieved."""
+        for begin in range(0, shard.nbytes, nbytes):
+            yield self._pool.view(shard.offset + begin, min(nbytes, shard.nbytes - begin))
+        self._core.count_retrieved([shard])

@@ -1,0 +1,274 @@
+"""Retrieve in server mode: loads into one reader's device memory, or into several readers'.
+
+Until such a copy is over its memory stays put: the parts that are read are pinned besides the
+readers' locks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvdock_server.core import (
+    MAX_KEYS,
+    MAX_READERS,
+    Core,
+    LeaseRange,
+    LockedShards,
+    LockRange,
+    Session,
+)
+from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.service.block_copy import BlockCopy
+from kvdock_server.service.chunk_status import ChunkStatus
+from kvdock_server.service.fills import Fill, Fills
+from kvdock_server.service.memory import RegisteredMemory
+from kvdock_server.transfer import (
+    DeviceMemoryError,
+    GroupMemory,
+    LoadFollower,
+    TransferFailedError,
+)
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ASK_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveCall:
+    """What a Retrieve asks for. An ``end_chunk`` of 0 in ``chunks``: to the end of what is locked.
+
+    ``also_fill`` and ``filled_by`` are readers, as in RetrieveRequest.
+    """
+
+    chunks: LeaseRange
+    shard: int
+    reader: int
+    copy: BlockCopy
+    also_fill: Sequence[int] = ()
+    filled_by: int | None = None
+
+
+class DeviceLoads:
+    """Retrieve, for sessions of server mode."""
+
+    def __init__(self, core: Core, memory: RegisteredMemory) -> None:
+        self._core = core
+        self._memory = memory
+        self._fills = Fills()
+
+    async def load(self, session: Session, call: RetrieveCall) -> Sequence[ChunkStatus]:
+        """Copy locked chunks to the reader's device, or tell what another's call did for it."""
+        deadline = call.copy.deadline(self._core.clock())
+        if call.filled_by is not None:
+            await self._memory.wait_for(session, [call.filled_by], deadline)
+            return await self._ask(session, call, call.filled_by, deadline)
+        if call.also_fill:
+            await self._memory.wait_for(session, call.also_fill, deadline)
+        locked = self._core.locate(session, call.chunks, shard=call.shard, reader=call.reader)
+        named = self._named(session, call, locked)
+        failed = [ChunkStatus.FAILED] * len(locked.shards)
+        outcomes: dict[int, list[ChunkStatus]] = {}
+        try:
+            outcomes = await self._copy(session, call, locked, named, deadline)
+        finally:
+            for reader, fill in named.items():
+                statuses = outcomes.get(reader, failed)
+                self._fills.settle(session.engine_id, reader, locked.range, fill, statuses)
+        return outcomes[call.reader]
+
+    async def _copy(
+        self,
+        session: Session,
+        call: RetrieveCall,
+        locked: LockedShards,
+        named: Mapping[int, Fill],
+        deadline: float,
+    ) -> dict[int, list[ChunkStatus]]:
+        """Copy for the caller and the readers it names; the status of each chunk for each reader.
+
+        Frees the locks of all of them on the range, unless it raises a RequestError.
+        """
+        group_idx, shards = locked.range.group_idx, locked.located
+        registration, layout = self._memory.of(session, locked.namespace, group_idx)
+        blocks = call.copy.blocks(layout, len(locked.shards))
+        self._check_named(session, named, layout, locked, int(blocks.max(initial=0)))
+        readers = [call.reader, *(r for r, fill in named.items() if fill.reader is not None)]
+        outcomes = {reader: [ChunkStatus.NOT_LOCKED] * len(locked.shards) for reader in readers}
+        followers: dict[int, LoadFollower] = {}
+        for reader, fill in named.items():
+            if fill.reader is not None and locked.are_held_by(reader):
+                theirs = self._memory.of(fill.reader, locked.namespace, group_idx)
+                fill.follower = theirs.registration.follower()
+                followers[reader] = fill.follower
+        statuses = dict.fromkeys([call.reader, *followers], ChunkStatus.FAILED)
+        with locked.reading(readers):
+            try:
+                if shards:
+                    skipped = call.copy.skip_blocks if 0 in shards else 0
+                    copied = await registration.retrieve(
+                        group_idx,
+                        blocks[list(shards)].ravel()[skipped:],
+                        [shard.offset for shard in shards.values()],
+                        skipped,
+                        call.copy.ready_event,
+                        deadline - self._core.clock(),
+                        list(followers.values()),
+                    )
+                    self._core.counters.host_to_device_bytes += copied.host_to_device
+                    self._core.counters.device_to_device_bytes += copied.device_to_device
+                for reader in statuses:
+                    if reader == call.reader or followers[reader].failure is None:
+                        statuses[reader] = ChunkStatus.RETRIEVED
+                        self._core.count_retrieved(list(shards.values()))
+                    else:
+                        logger.warning("reader %d: %s", reader, followers[reader].failure)
+            except (TransferFailedError, DeviceMemoryError) as error:
+                logger.warning("a load of %d chunks failed: %s", len(shards), error)
+        for reader, status in statuses.items():
+            for index in shards:
+                outcomes[reader][index] = status
+        return outcomes
+
+    async def _ask(
+        self, session: Session, call: RetrieveCall, leader: int, deadline: float
+    ) -> Sequence[ChunkStatus]:
+        """Wait for what another reader's call does for this one."""
+        chunks = call.chunks
+        _check_asked(session, call)
+        seconds = DEFAULT_ASK_SECONDS
+        if math.isfinite(deadline):
+            seconds = deadline - self._core.clock()
+        # FOREIGN_LEASE whatever else; a lease that ended is fine if the other call ended it.
+        namespace = self._core.lease_namespace(session, chunks.lease_id)
+        fill = self._fills.get(session, chunks)
+        if fill is not None and fill.is_led:
+            if fill.reader is not session:
+                self._fills.forget(session.engine_id, session.worker_id, chunks, fill)
+                raise _by_itself(call, "has left this reader to itself")
+        elif not namespace:
+            raise RequestError(
+                Reason.UNKNOWN_LEASE,
+                f"lease {chunks.lease_id} ended or is of an earlier epoch: look up again",
+            )
+        else:
+            self._memory.of(session, namespace, chunks.group_idx)
+            if self._memory.reader(session, leader, namespace, chunks.group_idx) is None:
+                raise _by_itself(call, "has registered no memory for the group")
+        fill = self._fills.ask(session, chunks)
+        try:
+            statuses = await fill.ask(seconds)
+        finally:
+            self._fills.forget(session.engine_id, session.worker_id, chunks, fill)
+            self._core.free_locks(
+                session,
+                [
+                    LockRange(
+                        chunks.lease_id,
+                        chunks.first_chunk,
+                        chunks.end_chunk,
+                        call.reader,
+                        chunks.group_idx,
+                    )
+                ],
+            )
+        failed = [ChunkStatus.FAILED] * (chunks.end_chunk - chunks.first_chunk)
+        if statuses is None:
+            logger.warning(
+                "reader %d of %s gave up: it was not filled within %.1f s",
+                call.reader, session.engine_id, seconds,
+            )  # fmt: skip
+            return failed
+        if fill.reader is not session:
+            logger.warning(
+                "reader %d of %s was not filled, another session of that name was: is engine_id "
+                "%s that of two engines?",
+                call.reader, session.engine_id, session.engine_id,
+            )  # fmt: skip
+            return failed
+        return statuses
+
+    def _named(self, session: Session, call: RetrieveCall, locked: LockedShards) -> dict[int, Fill]:
+        """The shares of the readers in also_fill; RequestError if the list is wrong."""
+        named = call.also_fill
+        if len(named) >= MAX_READERS:
+            raise invalid(f"{len(named)} readers in also_fill: at most {MAX_READERS - 1}")
+        if call.reader in named or len(set(named)) != len(named):
+            raise invalid(
+                f"also_fill {list(named[:8])} of reader {call.reader}: each other reader once"
+            )
+        if max(named, default=0) >= locked.readers:
+            raise invalid(
+                f"reader {max(named)} in also_fill: the lease was given to {locked.readers} readers"
+            )
+        group_idx = locked.range.group_idx
+        return {
+            reader: self._fills.lead(
+                session.engine_id,
+                reader,
+                locked.range,
+                self._memory.reader(session, reader, locked.namespace, group_idx),
+            )
+            for reader in named
+        }
+
+    def _check_named(
+        self,
+        session: Session,
+        named: Mapping[int, Fill],
+        layout: GroupMemory,
+        locked: LockedShards,
+        last_block: int,
+    ) -> None:
+        """RequestError unless the readers can get the caller's blocks."""
+        for reader, fill in named.items():
+            if fill.reader is None:
+                continue
+            if fill.reader.kv_worker_id != session.kv_worker_id:
+                raise invalid(
+                    f"reader {reader} in also_fill reads shard {fill.reader.kv_worker_id}, and "
+                    f"the caller {session.kv_worker_id}: they must be the same"
+                )
+            _, theirs = self._memory.of(fill.reader, locked.namespace, locked.range.group_idx)
+            if theirs.blocks_per_chunk != layout.blocks_per_chunk:
+                raise invalid(
+                    f"reader {reader} in also_fill has {theirs.blocks_per_chunk} blocks a chunk, "
+                    f"and the caller {layout.blocks_per_chunk}: block ids must mean the same"
+                )
+            if last_block >= theirs.num_blocks:
+                raise invalid(
+                    f"block id {last_block}: reader {reader} in also_fill has registered "
+                    f"{theirs.num_blocks} blocks"
+                )
+
+
+def _check_asked(session: Session, call: RetrieveCall) -> None:
+    """RequestError if a field of a Retrieve with filled_by is wrong."""
+    if (call.shard, call.reader) != (session.kv_worker_id, session.worker_id):
+        raise invalid(
+            f"shard {call.shard} and reader {call.reader}: this session may ask for "
+            f"shard {session.kv_worker_id} as reader {session.worker_id} only"
+        )
+    if call.filled_by == call.reader:
+        raise invalid(f"filled_by {call.filled_by}: that is the reader itself")
+    if call.copy.names_blocks or call.also_fill:
+        raise invalid(
+            "filled_by with block_ids, skip_blocks, ready_event or also_fill: those are for the "
+            "reader that fills this one"
+        )
+    first, end = call.chunks.first_chunk, call.chunks.end_chunk
+    if not 1 <= end - first <= MAX_KEYS:
+        raise invalid(
+            f"chunks [{first}, {end}): from 1 to {MAX_KEYS}; filled_by needs an end_chunk"
+        )
+
+
+def _by_itself(call: RetrieveCall, why: str) -> RequestError:
+    return RequestError(
+        Reason.DEVICE_MEMORY,
+        f"reader {call.filled_by}, which is to fill reader {call.reader}, {why}: retrieve "
+        "without filled_by",
+    )
