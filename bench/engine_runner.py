@@ -5,20 +5,22 @@ the only argument: standard output belongs to vLLM's log. The first line holds t
 vLLM's EngineArgs; the answer to it comes when the engine is ready. The process ends at the end of
 its input, after shutting the engine down as `vllm serve` does.
 
-vLLM runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), which halves its start, and is stepped
-here exactly as its own core loop steps it.
+vLLM runs in this process (enginekit sets VLLM_ENABLE_V1_MULTIPROCESSING=0), which halves its start,
+and is stepped here exactly as its own core loop steps it.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import os
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
-from typing import Any
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+from typing import Any, NoReturn
 
 from vllm import EngineArgs, SamplingParams
 from vllm.inputs import TokensPrompt
@@ -153,21 +155,34 @@ class Runner:
                 layers[name].kv_cache[chosen] = 0
 
 
-def main() -> None:
-    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+def main(answers_fd: int) -> NoReturn:
+    answers = os.fdopen(answers_fd, "w", buffering=1)
 
     def answer(value: object) -> None:
         answers.write(json.dumps(value) + "\n")
 
-    runner = Runner(json.loads(sys.stdin.readline()))
+    status = 1
     try:
-        answer({"pid": os.getpid()})
-        for line in sys.stdin:
-            command = json.loads(line)
-            answer(getattr(runner, command["verb"])(**command["arguments"]))
-    finally:
-        runner.close()
+        runner = Runner(json.loads(sys.stdin.readline()))
+        try:
+            answer({"pid": os.getpid()})
+            for line in sys.stdin:
+                command = json.loads(line)
+                answer(getattr(runner, command["verb"])(**command["arguments"]))
+        finally:
+            runner.close()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    # As the interpreter ends, but that it does not first free what vLLM and torch have made, which
+    # takes two seconds.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

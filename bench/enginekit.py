@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +18,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 RUNNER = Path(__file__).with_name("engine_runner.py")
+NURSERY = Path(__file__).with_name("engine_nursery.py")
 
 DEFAULT_ARGUMENTS: Mapping[str, Any] = {
     "skip_tokenizer_init": True,
@@ -30,6 +34,7 @@ DEFAULT_ARGUMENTS: Mapping[str, Any] = {
 
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -69,6 +74,66 @@ class Generation:
     kv_transfer_params: Mapping[str, Any] | None
 
 
+class ForkedProcess:
+    """A process that a nursery forked: of subprocess.Popen, what an engine needs."""
+
+    def __init__(self, stdin: IO[bytes], status: int) -> None:
+        self.stdin = stdin
+        self.returncode: int | None = None
+        self._status = os.fdopen(status, "rb")
+        self.pid = int(self._status.readline())
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("an engine", timeout or 0)
+            self.returncode = int(self._status.readline())
+            self._status.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Nursery:
+    """A process that has imported vLLM and forks engines, which takes half off their start."""
+
+    def __init__(self, log: Path) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(NURSERY), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **ENVIRONMENT},
+            )
+
+    def fork(self, environment: Mapping[str, str], log: int, answers: int) -> ForkedProcess:
+        """Start an engine's process, which prints to ``log`` and answers at ``answers``."""
+        their_stdin, stdin = os.pipe()
+        status, their_status = os.pipe()
+        theirs = [their_stdin, log, answers, their_status]
+        try:
+            socket.send_fds(self._channel, [json.dumps(environment).encode()], theirs)
+        finally:
+            os.close(their_stdin)
+            os.close(their_status)
+        return ForkedProcess(os.fdopen(stdin, "wb"), status)
+
+    def close(self) -> None:
+        """Fork no more; engines live on."""
+        self._channel.close()
+        self._process.wait(60)
+
+
 class EngineProcess:
     """A vLLM engine in a process of its own, ready when the constructor returns.
 
@@ -78,6 +143,7 @@ class EngineProcess:
         kv_connector: extra configuration of KVDockConnector; None runs without any connector.
         environment: on top of this process's own.
         timeout_s: for the start and for each command.
+        nursery: where the process is forked; None starts an interpreter of its own.
         arguments: of vLLM's EngineArgs, over DEFAULT_ARGUMENTS.
 
     Raises:
@@ -92,6 +158,7 @@ class EngineProcess:
         kv_connector: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 180.0,
+        nursery: Nursery | None = None,
         **arguments: Any,
     ) -> None:
         settings: dict[str, Any] = {**DEFAULT_ARGUMENTS, "model": str(model), **arguments}
@@ -104,15 +171,20 @@ class EngineProcess:
         self._log = log
         self._timeout_s = timeout_s
         answers, child_answers = os.pipe()
+        whole = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        self._process: subprocess.Popen[bytes] | ForkedProcess
         with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, str(RUNNER), str(child_answers)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[child_answers],
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
-            )
+            if nursery is not None:
+                self._process = nursery.fork(whole, output.fileno(), child_answers)
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(RUNNER), str(child_answers)],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[child_answers],
+                    env=whole,
+                )
         os.close(child_answers)
         self._answers: IO[bytes] = os.fdopen(answers, "rb", buffering=0)
         self._exchange(settings)

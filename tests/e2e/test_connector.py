@@ -22,6 +22,7 @@ import pytest
 from enginekit import EngineProcess, Generation, Request
 from modelkit import Llama, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
+from tests.e2e.engines import start_engine
 
 from kvdock import Client
 from kvdock.keys import chunk_keys
@@ -83,7 +84,7 @@ def server() -> Iterator[ServerProcess]:
 def plain(model: Path, logs: Path) -> Callable[[Sequence[int], int], list[int]]:
     """The tokens that an engine without connector answers."""
     prompts = [*STORED.values(), *OTHERS.values(), *MANY]
-    with EngineProcess(model, log=logs / "plain.log") as engine:
+    with start_engine(model, log=logs / "plain.log") as engine:
         answers = engine.generate(*(Request(prompt, max_tokens=96) for prompt in prompts))
     known = {tuple(p): a.tokens for p, a in zip(prompts, answers, strict=True)}
     return lambda prompt, count: known[tuple(prompt)][:count]
@@ -92,7 +93,7 @@ def plain(model: Path, logs: Path) -> Callable[[Sequence[int], int], list[int]]:
 def engine_at(server: ServerProcess, model: Path, log: Path, **arguments: Any) -> EngineProcess:
     # Loaded machines answer slowly; the tests of slow servers are elsewhere.
     settings = {"kvdock.address": server.address, "kvdock.lookup_timeout_ms": 3000}
-    return EngineProcess(model, log=log, kv_connector=settings, **arguments)
+    return start_engine(model, log=log, kv_connector=settings, **arguments)
 
 
 @pytest.fixture(scope="module")

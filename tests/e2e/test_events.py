@@ -22,6 +22,7 @@ import zmq
 from enginekit import EngineProcess, Request
 from modelkit import DeepseekV2, Gemma3, Llama, Shape, make_adapter, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
+from tests.e2e.engines import start_engine
 from tests.eventkit import assert_differ_in_place_only, decode, stored_blocks
 
 from kvdock import Client
@@ -212,7 +213,7 @@ def watched(
         subscriber = Subscriber()
         stack.callback(subscriber.close)
         engine = stack.enter_context(
-            EngineProcess(
+            start_engine(
                 make_checkpoint(folder, case.shape),
                 log=folder / "engine.log",
                 kv_connector={"kvdock.address": server.address, "kvdock.mla_on_cpu": True},

@@ -18,6 +18,7 @@ import pytest
 from enginekit import EngineProcess, Generation, Request
 from modelkit import Gemma3, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
+from tests.e2e.engines import start_engine
 
 from kvdock import Client
 from kvdock.keys import chunk_keys
@@ -82,7 +83,7 @@ def start(model: Path, folder: Path, server: ServerProcess) -> Iterator[StartEng
         def engine(name: str) -> EngineProcess:
             # Loaded machines answer slowly; the tests of slow servers are elsewhere.
             settings = {"kvdock.address": server.address, "kvdock.lookup_timeout_ms": 3000}
-            process = EngineProcess(model, log=folder / f"{name}.log", kv_connector=settings)
+            process = start_engine(model, log=folder / f"{name}.log", kv_connector=settings)
             return stack.enter_context(process)
 
         yield engine
@@ -92,7 +93,7 @@ def start(model: Path, folder: Path, server: ServerProcess) -> Iterator[StartEng
 def plain(model: Path, folder: Path) -> Callable[[Sequence[int], int], list[int]]:
     """The tokens that an engine without connector answers."""
     prompts = [*STORED.values(), *OTHERS.values(), TURN]
-    with EngineProcess(model, log=folder / "plain.log") as engine:
+    with start_engine(model, log=folder / "plain.log") as engine:
         answers = engine.generate(*(Request(prompt, max_tokens=96) for prompt in prompts))
     known = {tuple(p): a.tokens for p, a in zip(prompts, answers, strict=True)}
     return lambda prompt, count: known[tuple(prompt)][:count]

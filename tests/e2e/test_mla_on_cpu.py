@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from enginekit import EngineProcess, Request
+from enginekit import Request
 from modelkit import DeepseekV2, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
+from tests.e2e.engines import start_engine
 
 from kvdock import Client
 
@@ -37,7 +38,7 @@ def test_a_prompt_is_answered_as_without_cache(tmp_path: Path) -> None:
         server = ServerProcess(Path(folder) / "s.sock", "--memory", "64MiB", "--chunk-tokens", "64")
         try:
             settings = {"kvdock.address": server.address, "kvdock.lookup_timeout_ms": 3000}
-            with EngineProcess(model, log=log, block_size=16, kv_connector=settings) as engine:
+            with start_engine(model, log=log, block_size=16, kv_connector=settings) as engine:
                 first, second = (engine.generate(request)[0] for _ in range(2))
                 with Client(server.address) as client:
                     assert not client.status().sessions

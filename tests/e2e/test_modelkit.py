@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from enginekit import EngineProcess, Request
+from enginekit import Request
 from modelkit import DeepseekV2, Gemma3, Llama, Shape, make_checkpoint, random_prompt
+from tests.e2e.engines import start_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +28,7 @@ def test_zeroing_one_chunk_changes_the_greedy_tokens(
 ) -> None:
     model = make_checkpoint(tmp_path / "model", shape)
     prompt = random_prompt(PROMPT_TOKENS, seed=1)
-    with EngineProcess(
+    with start_engine(
         model, log=tmp_path / "engine.log", enable_prefix_caching=False, **arguments
     ) as engine:
         intact, again = (engine.generate(Request(prompt))[0].tokens for _ in range(2))

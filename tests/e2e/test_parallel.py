@@ -24,6 +24,7 @@ import pytest
 from enginekit import EngineProcess, Generation, Request
 from modelkit import DeepseekV2, Llama, Shape, make_adapter, make_checkpoint, random_prompt
 from tests.conftest import ServerProcess
+from tests.e2e.engines import start_engine
 
 from kvdock import Client
 from kvdock.keys import chunk_keys
@@ -78,7 +79,7 @@ def engine_at(server: ServerProcess, model: Path, log: Path, **arguments: Any) -
         "kvdock.lookup_timeout_ms": 3000,
         "kvdock.mla_on_cpu": True,
     }
-    return EngineProcess(model, log=log, kv_connector=settings, **arguments)
+    return start_engine(model, log=log, kv_connector=settings, **arguments)
 
 
 def ask(prompt: list[int], **arguments: Any) -> Request:
