@@ -145,13 +145,13 @@ def test_one_request_is_one_lookup_however_often_the_scheduler_asks(
     start_engine().generate(prompt(8 * C))
     asked = status(kvdock).counters.lookups
     go_on = threading.Event()
-    real = WorkerHalf._load
+    real = LoadJob._work
 
-    def held(self: WorkerHalf, ended: Any) -> None:
+    def held(job: LoadJob) -> None:
         go_on.wait(30)
-        real(self, ended)
+        real(job)
 
-    monkeypatch.setattr(WorkerHalf, "_load", held)
+    monkeypatch.setattr(LoadJob, "_work", held)
     # Room for one load at a time, so that the second request is asked about again and again.
     engine = start_engine(num_blocks=8 * C // BLOCK_TOKENS + 8)
     engine.add("a", prompt(8 * C), max_tokens=30, kv_transfer_params=ASK)
