@@ -2,8 +2,8 @@
 
     python watched_server.py FILE SECONDS PROGRAM [ARGUMENT...]
 
-runs PROGRAM as Python would, which may be ``-m MODULE``, and adds to FILE what held up the loop for
-longer than SECONDS while it served. What start and end take holds up nobody.
+runs PROGRAM as Python would, which may be ``-m MODULE`` or ``-c CODE``, and adds to FILE what held
+up the loop for longer than SECONDS while it served. What start and end take holds up nobody.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ def main(file: Path, limit: float, program: list[str]) -> None:
     if program[0] == "-m":
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    elif program[0] == "-c":
+        sys.argv = program[1:]
+        exec(compile(program[1], "<code>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = program
         runpy.run_path(program[0], run_name="__main__")

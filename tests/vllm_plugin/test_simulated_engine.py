@@ -382,7 +382,7 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     engine.add("r", prompt(C + 9), max_tokens=7)
     # No step more than the store needs to begin: a request that ends has nothing to be preempted.
     worker = engine.ranks[0].connector._of_worker
-    while not worker._open_stores:
+    while not worker._stores.under_way:
         engine.step()
     assert reached.wait(30)
     (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
