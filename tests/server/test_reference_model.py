@@ -44,7 +44,7 @@ from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.steps import at_once
 from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
-RUNS = int(os.environ.get("KVDOCK_MODEL_RUNS", "150"))
+RUNS = int(os.environ.get("KVDOCK_MODEL_RUNS", "60"))
 
 SLAB = 4 * PAGE_BYTES
 SLABS = 16
