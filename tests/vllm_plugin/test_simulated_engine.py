@@ -967,24 +967,31 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
     cold = start_engine(tensor_size=tensor_size)
     for n in range(2):
         cold.generate(prompt(3 * C, seed=n))
-    monkeypatch.setattr(worker_module, "_IDLE_WAIT_SECONDS", 20.0)
     engine = start_engine(tensor_size=tensor_size, async_scheduling=True)
     ranks = [rank.connector._of_worker for rank in engine.ranks]
-    go_on, others_may_end = threading.Event(), threading.Event()
+    go_on, first_may_end, others_may_end = (threading.Event() for _ in range(3))
     real = LoadJob.run
 
     def held(self: LoadJob) -> None:
         if self.request_id == "second":
             go_on.wait(30)
-        elif self not in ranks[0]._loads.under_way:
+        elif self in ranks[0]._loads.under_way:
+            first_may_end.wait(30)
+        else:
             others_may_end.wait(30)
         real(self)
 
     monkeypatch.setattr(LoadJob, "run", held)
-    for rank in ranks[1:]:
-        rank._idle_wait = 0.0  # too slow for the step in which the first rank's load ends
+    for rank in ranks:
+        rank._idle_wait = 0.0
     for n, name in enumerate(["first", "second"]):
         engine.add(name, prompt(3 * C, seed=n), max_tokens=2)
+    # Their lookups are answered in any order.
+    while len(ranks[0]._loads.under_way) < 2:
+        engine.step()
+    # The other ranks are too slow for the step in which the first rank's load ends.
+    ranks[0]._idle_wait = 20.0
+    first_may_end.set()
     began = time.monotonic()
     while not engine.outcomes["first"].tokens:
         engine.step()
