@@ -239,6 +239,7 @@ def test_filters(client: Client) -> None:
 
 def test_a_snapshot_comes_in_pieces_while_the_log_goes_on(client: Client) -> None:
     keys = [key(number & 255, number >> 8) for number in range(4_000)]
+    last_key = key(4, 5, 6)
     put(client, keys)
     stop = threading.Event()
 
@@ -260,7 +261,9 @@ def test_a_snapshot_comes_in_pieces_while_the_log_goes_on(client: Client) -> Non
             pieces += isinstance(message, SnapshotPiece)
             if isinstance(message, SnapshotPiece) and message.last:
                 stop.set()
-            if isinstance(message, Progress):
+                thread.join()
+                put(client, [last_key])
+            if last_key in {part.key for part in index}:
                 break
     finally:
         stop.set()
