@@ -90,6 +90,21 @@ class _Look(NamedTuple):
         return self.stack[-1][0] if self.stack else None
 
 
+def _frame(thread: int) -> FrameType:
+    """What a thread runs.
+
+    A collection of garbage within _current_frames can stop the process for ever: Python keeps its
+    list of threads locked meanwhile, and lets a thread run that must take itself off the list.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()[thread]
+    finally:
+        if collects:
+            gc.enable()
+
+
 class Watchdog:
     """Watches the loop of the main thread from ``start`` to ``stop`` and tells ``found``.
 
@@ -170,7 +185,7 @@ class Watchdog:
     def _stack(self) -> list[tuple[FrameType, int]]:
         stack: list[tuple[FrameType, int]] = []
         counts = not self._only
-        for frame, line in traceback.walk_stack(sys._current_frames()[self._main]):
+        for frame, line in traceback.walk_stack(_frame(self._main)):
             if frame.f_code is _RUN:
                 return [*stack, (frame, line)] if counts and stack else []
             counts = counts or self._only in frame.f_code.co_filename

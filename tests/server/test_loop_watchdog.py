@@ -202,3 +202,50 @@ def test_a_test_whose_loop_is_held_up_fails(tmp_path: Path) -> None:
     )
     assert "3 passed, 1 error" in ran.stdout
     assert 'File "/x/kvdock_server/code.py", line 2, in hold_up' in ran.stdout
+
+
+# Threads that end, and garbage whose callbacks let others run, while frames are looked at.
+LOOKS_WHILE_THREADS_END = """
+import gc, sys, threading, time, weakref
+from loop_watchdog import _frame
+
+class Garbage:
+    pass
+
+def let_others_run(_):
+    for _ in range(50):
+        pass
+
+def make_garbage():
+    while not stopping:
+        garbage = Garbage()
+        garbage.itself = garbage
+        references.append(weakref.ref(garbage, let_others_run))
+        del garbage, references[:-1_000]
+
+def end_threads():
+    while not stopping:
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+
+gc.set_threshold(5)
+sys.setswitchinterval(1e-5)
+stopping, references = False, []
+for function in (make_garbage, end_threads, end_threads):
+    threading.Thread(target=function, daemon=True).start()
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    _frame(threading.main_thread().ident)
+    time.sleep(0.0002)
+stopping = True
+"""
+
+
+def test_looking_at_frames_does_not_stop_a_process_for_ever() -> None:
+    subprocess.run(
+        [sys.executable, "-c", LOOKS_WHILE_THREADS_END],
+        check=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+    )
