@@ -20,7 +20,7 @@ from kvdock_server.core.sessions import Role
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.rpc import verbs
-from kvdock_server.service import fills
+from kvdock_server.service import fills, memory
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_engine import BLOCKS, CHUNK, KEYS, PAGE, PER_CHUNK, TARGET, Engine, uuid
@@ -305,13 +305,15 @@ async def test_nobody_waits_longer_than_its_time_for_who_is_about_to_register(
 ) -> None:
     engine.core.open_session(engine_id="one", role=Role.WORKER, worker_id=late)
     lease = engine.lookup()
-    began = time.monotonic()
     if late:
-        assert await engine.lead(lease, timeout_ms=200) == [RETRIEVED] * 4
+        # It waits for half of this. The rest must do for the copies, on a busy machine too.
+        timeout_ms = int(1000 * memory.SETTLED_SECONDS)
+        assert await engine.lead(lease, timeout_ms=timeout_ms) == [RETRIEVED] * 4
     else:
+        began = time.monotonic()
         assert await engine.ask(1, lease, timeout_ms=200) == [FAILED] * 4
+        assert time.monotonic() - began < 0.9 * memory.SETTLED_SECONDS
         engine.core.free_locks(engine.scheduler, [LockRange(lease)])
-    assert time.monotonic() - began < 0.5
 
 
 async def test_a_way_that_is_not_open_in_time_is_none(engine: Engine) -> None:
