@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hold_ups import HOLD_UPS
-from loop_watchdog import LIMIT_SECONDS, HoldUp, Watchdog
+from loop_watchdog import LIMIT_SECONDS
 from watched_server import READY
 
 
@@ -110,21 +109,6 @@ def hold_up_limit(request: pytest.FixtureRequest) -> float:
     """For how many seconds one callback may hold up a server's event loop in this test."""
     marker = request.node.get_closest_marker("hold_up")
     return marker.args[0] if marker else LIMIT_SECONDS
-
-
-@pytest.fixture(autouse=True)
-def watched_loop(request: pytest.FixtureRequest, hold_up_limit: float) -> Iterator[None]:
-    """An async test fails if the server's code holds up its loop."""
-    if not inspect.iscoroutinefunction(getattr(request.node, "obj", None)):
-        yield
-        return
-    found: list[HoldUp] = []
-    watchdog = Watchdog(found.append, hold_up_limit, only="/kvdock_server/")
-    watchdog.start()
-    yield
-    watchdog.stop()
-    if found:
-        pytest.fail("\n".join(map(str, found)), pytrace=False)
 
 
 @pytest.fixture

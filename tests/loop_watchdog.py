@@ -11,26 +11,26 @@ counts waiting for a processor. What counts between two looks at one callback is
 
 Waiting for the interpreter lock does not count. A thread that wants the lock wakes every switch
 interval to ask again, and ``SWITCH_SECONDS``, the server's own setting, is shorter than the time
-between two looks. Whoever keeps the lock keeps the watchdog from looking as well. If that is the
-loop's thread itself, in one long call of C, the watchdog finds it when it can look again.
+between two looks. Whoever keeps the lock keeps the watchdog from looking as well. So each callback
+also measures its own processor time: one that was never seen is told by its name.
 
-What a callback does before the first look at it is not counted, so up to ``LOOK_SECONDS`` more than
-the limit may pass unseen. Many short callbacks in a row are not found: none of them is at fault.
+Many short callbacks in a row are not found: none of them is at fault.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
+import faulthandler
+import linecache
+import re
 import sys
+import tempfile
 import threading
 import time
-import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Final, NamedTuple
 
 LIMIT_SECONDS: Final = 0.02
@@ -38,8 +38,7 @@ LOOK_SECONDS: Final = 0.004
 SWITCH_SECONDS: Final = 0.0005
 
 _TASKS: Final = Path("/proc/self/task")
-# Every callback is called by a frame of this.
-_RUN: Final = asyncio.Handle._run.__code__
+_FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
 class HoldUp(NamedTuple):
@@ -72,80 +71,72 @@ class _Sleep(NamedTuple):
 class _Look(NamedTuple):
     """What was seen at one moment. Times are in seconds, and only their differences count.
 
-    ``stack`` leads from the current frame to the one that called the callback. It is empty while
-    the loop waits and while what runs does not count. ``computed`` is how long the loop's thread
-    has used a processor, ``kept_waiting`` how long the watchdog has waited for one. ``sleep`` is
-    None while the loop's thread is awake.
+    ``callback`` is the number of the callback that runs, 0 while the loop waits. ``computed`` is
+    how long the loop's thread has used a processor. ``sleep`` is None while it is awake.
     """
 
     at: float
-    stack: list[tuple[FrameType, int]]
+    callback: int
     computed: float
-    kept_waiting: float
     sleep: _Sleep | None
-
-    @property
-    def callback(self) -> FrameType | None:
-        """Tells one callback from another, also where one task has its turn again."""
-        return self.stack[-1][0] if self.stack else None
-
-
-def _frame(thread: int) -> FrameType:
-    """What a thread runs.
-
-    A collection of garbage within _current_frames can stop the process for ever: Python keeps its
-    list of threads locked meanwhile, and lets a thread run that must take itself off the list.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()[thread]
-    finally:
-        if collects:
-            gc.enable()
 
 
 class Watchdog:
-    """Watches the loop of the main thread from ``start`` to ``stop`` and tells ``found``.
+    """Watches the loop of the main thread, the only one of the process, from ``start`` to ``stop``.
 
-    With ``only`` it counts only while code runs whose file's path has that in it, and no garbage
-    collection: for a loop that the tests share with what they test.
+    Tells ``found``. It asks Python for no frame of another thread: Python 3.11 may give one out
+    that is just being freed, and stands still if a collection of garbage begins meanwhile.
     """
 
-    def __init__(
-        self, found: Callable[[HoldUp], None], limit: float = LIMIT_SECONDS, only: str = ""
-    ) -> None:
+    def __init__(self, found: Callable[[HoldUp], None], limit: float = LIMIT_SECONDS) -> None:
         self._found = found
         self._limit = limit
-        self._only = only
         self._stopping = False
+        self._begun = 0
+        """Callbacks so far."""
+        self._runs = False
+        self._ended: deque[tuple[int, HoldUp]] = deque()
+        """By number, callbacks that have computed for too long, seen or not."""
         self._thread = threading.Thread(target=self._watch, name="loop-watchdog", daemon=True)
         main = threading.main_thread()
         assert main.ident is not None
         self._main = main.ident
         self._main_task = _TASKS / str(main.native_id)
         self._clock = time.pthread_getcpuclockid(main.ident)
-        self._collected = self._collecting_since = 0.0
 
     def start(self) -> None:
         """Begin to watch."""
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
-        if self._only:
-            gc.callbacks.append(self._collect)
+        self._real_run = asyncio.Handle._run
+        asyncio.Handle._run = self._counted(self._real_run)  # type: ignore[method-assign]
         self._thread.start()
 
     def stop(self) -> None:
         """End. All that was found is told when this returns."""
         self._stopping = True
         self._thread.join()
-        if self._only:
-            gc.callbacks.remove(self._collect)
+        asyncio.Handle._run = self._real_run  # type: ignore[method-assign]
         sys.setswitchinterval(self._switch_interval)
+
+    def _counted(self, run: Callable[[asyncio.Handle], None]) -> Callable[[asyncio.Handle], None]:
+        def counted_run(handle: asyncio.Handle) -> None:
+            self._begun += 1
+            self._runs = True
+            computed = -time.thread_time()
+            try:
+                run(handle)
+            finally:
+                self._runs = False
+                computed += time.thread_time()
+                if computed >= self._limit:
+                    self._ended.append((self._begun, HoldUp(computed, f"  {handle!r}\n")))
+
+        return counted_run
 
     def _watch(self) -> None:
         self._task = _TASKS / str(threading.get_native_id())
-        with (self._task / "schedstat").open("rb", buffering=0) as self._schedule:
+        with tempfile.TemporaryFile() as self._stacks:
             self._look_on()
 
     def _look_on(self) -> None:
@@ -154,43 +145,52 @@ class Watchdog:
         while not self._stopping:
             time.sleep(LOOK_SECONDS)
             look = self._look()
-            is_new = look.callback is not last.callback
-            if is_new:
-                self._tell(held_up)
+            if look.callback != last.callback:
+                self._tell(last.callback, held_up)
                 held_up = HoldUp(0.0, "")
-            # What went before in a shared loop was mostly the test's own.
-            counts = not (is_new and self._only)
-            seconds = held_up.seconds + (_held_up(last, look) if counts else 0.0)
+            seconds = held_up.seconds + _held_up(last, look)
             stack = held_up.stack
             if seconds >= self._limit and not stack:
-                stack = "".join(traceback.StackSummary.extract(look.stack[-2::-1]).format())
+                stack = self._stack()
             held_up = HoldUp(seconds, stack)
             last = look
-        self._tell(held_up)
+        self._tell(last.callback, held_up)
+        self._tell(0, HoldUp(0.0, ""))
 
-    def _tell(self, held_up: HoldUp) -> None:
+    def _tell(self, callback: int, held_up: HoldUp) -> None:
+        """What was seen of one callback, and those before it that ended before they were seen."""
+        while self._ended and (self._ended[0][0] <= callback or not callback):
+            number, unseen = self._ended.popleft()
+            if number != callback or not held_up.stack:
+                self._found(unseen)
         if held_up.stack:
             self._found(held_up)
 
     def _look(self) -> _Look:
-        stack = self._stack()
+        callback = self._begun if self._runs else 0
         return _Look(
             time.monotonic(),
-            stack,
-            time.clock_gettime(self._clock) - self._collected,
-            int(os.pread(self._schedule.fileno(), 100, 0).split()[1]) / 1e9,
-            self._sleep() if stack else None,
+            callback,
+            time.clock_gettime(self._clock),
+            self._sleep() if callback else None,
         )
 
-    def _stack(self) -> list[tuple[FrameType, int]]:
-        stack: list[tuple[FrameType, int]] = []
-        counts = not self._only
-        for frame, line in traceback.walk_stack(_frame(self._main)):
-            if frame.f_code is _RUN:
-                return [*stack, (frame, line)] if counts and stack else []
-            counts = counts or self._only in frame.f_code.co_filename
-            stack.append((frame, line))
-        return []
+    def _stack(self) -> str:
+        """What the callback runs now, from the loop's call of it on."""
+        self._stacks.seek(0)
+        self._stacks.truncate()
+        faulthandler.dump_traceback(self._stacks, all_threads=True)
+        self._stacks.seek(0)
+        _, _, text = self._stacks.read().decode().partition(f"Thread {self._main:#018x} ")
+        stack: list[str] = []
+        for line in text.partition("\n\n")[0].splitlines():
+            if "in counted_run" in line:
+                break
+            if frame := _FRAME.match(line):
+                file, number, function = frame.groups()
+                source = linecache.getline(file, int(number)).strip()
+                stack.append(f'  File "{file}", line {number}, in {function}\n    {source}\n')
+        return "".join(reversed(stack)) or "  (it ended before it was seen)\n"
 
     def _sleep(self) -> _Sleep | None:
         status = (self._main_task / "status").read_bytes()
@@ -204,14 +204,6 @@ class Watchdog:
                     others[task.name] = _thread(task)
         return _Sleep(number, others)
 
-    def _collect(self, phase: str, info: dict[str, int]) -> None:
-        if threading.get_ident() != self._main:
-            return
-        if phase == "start":
-            self._collecting_since = time.thread_time()
-        else:
-            self._collected += time.thread_time() - self._collecting_since
-
 
 def _thread(task: Path) -> _Thread:
     state = (task / "stat").read_bytes().rpartition(b")")[2].split()[0]
@@ -221,18 +213,15 @@ def _thread(task: Path) -> _Thread:
 
 def _held_up(last: _Look, look: _Look) -> float:
     """For how long, at least, the callback held up the loop between two looks."""
-    if look.callback is None:
+    if not look.callback:
         return 0.0
-    elapsed = look.at - last.at
     computed = look.computed - last.computed
-    if look.callback is not last.callback:
-        # It may have begun long ago and kept the interpreter lock in one call since.
-        kept_from_looking = elapsed - LOOK_SECONDS - (look.kept_waiting - last.kept_waiting)
-        return max(0.0, min(computed, kept_from_looking))
+    if look.callback != last.callback:
+        return 0.0  # What it computed before it measures itself.
     if look.sleep is None or last.sleep is None or look.sleep.number != last.sleep.number:
         return computed
     # Much more may have elapsed: the whole process was stopped.
-    slept = min(elapsed, 2 * LOOK_SECONDS)
+    slept = min(look.at - last.at, 2 * LOOK_SECONDS)
     return computed + max(0.0, slept - _waited(last.sleep.others, look.sleep.others, slept))
 
 

@@ -79,7 +79,7 @@ def busy_machine() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("callback", "line"),
-    [(sleep, "time.sleep(0.05)"), (compute, "while time.thread_time()"), (search, ".find(")],
+    [(sleep, "time.sleep(0.05)"), (compute, "while time.thread_time()"), (search, "search() at ")],
 )
 def test_what_holds_up_a_loop_is_found_with_its_line(
     callback: Callable[[], None], line: str
@@ -88,7 +88,7 @@ def test_what_holds_up_a_loop_is_found_with_its_line(
     # On a busy machine the watchdog may be kept from looking while the loop's thread sleeps.
     assert 1 <= len(found) <= 5
     assert all(0.02 <= one.seconds < 1 for one in found)
-    assert any('test_loop_watchdog.py", line' in one.stack and line in one.stack for one in found)
+    assert any("test_loop_watchdog.py" in one.stack and line in one.stack for one in found)
 
 
 def test_waiting_for_a_processor_or_for_the_interpreter_is_no_fault() -> None:
@@ -167,85 +167,3 @@ def test_a_server_that_was_stopped_for_a_while_is_not_at_fault(tmp_path: Path) -
     asking.join()
     assert server.stop() == 0
     assert not held_up.exists()
-
-
-TESTS_OF_FAULTS = """
-import time
-import pytest
-
-class Code:
-    source = compile("def hold_up():\\n    time.sleep(0.1)\\n", "/x/kvdock_server/code.py", "exec")
-
-exec(Code.source)
-
-async def test_fails():
-    for _ in range(3):
-        hold_up()
-
-@pytest.mark.hold_up(0.5, reason="it is meant to")
-async def test_passes():
-    hold_up()
-
-async def test_is_not_the_servers():
-    time.sleep(0.1)
-"""
-
-
-def test_a_test_whose_loop_is_held_up_fails(tmp_path: Path) -> None:
-    (tmp_path / "test_faults.py").write_text(TESTS_OF_FAULTS)
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "conftest", "-c", PYPROJECT, tmp_path],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "3 passed, 1 error" in ran.stdout
-    assert 'File "/x/kvdock_server/code.py", line 2, in hold_up' in ran.stdout
-
-
-# Threads that end, and garbage whose callbacks let others run, while frames are looked at.
-LOOKS_WHILE_THREADS_END = """
-import gc, sys, threading, time, weakref
-from loop_watchdog import _frame
-
-class Garbage:
-    pass
-
-def let_others_run(_):
-    for _ in range(50):
-        pass
-
-def make_garbage():
-    while not stopping:
-        garbage = Garbage()
-        garbage.itself = garbage
-        references.append(weakref.ref(garbage, let_others_run))
-        del garbage, references[:-1_000]
-
-def end_threads():
-    while not stopping:
-        thread = threading.Thread(target=lambda: None)
-        thread.start()
-        thread.join()
-
-gc.set_threshold(5)
-sys.setswitchinterval(1e-5)
-stopping, references = False, []
-for function in (make_garbage, end_threads, end_threads):
-    threading.Thread(target=function, daemon=True).start()
-end = time.monotonic() + 3
-while time.monotonic() < end:
-    _frame(threading.main_thread().ident)
-    time.sleep(0.0002)
-stopping = True
-"""
-
-
-def test_looking_at_frames_does_not_stop_a_process_for_ever() -> None:
-    subprocess.run(
-        [sys.executable, "-c", LOOKS_WHILE_THREADS_END],
-        check=True,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
-    )

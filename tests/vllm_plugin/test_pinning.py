@@ -104,6 +104,8 @@ def test_a_limit_is_told_and_what_is_pinned_stays_so(
     pinned = PinnedMemory([memory], 0)
     until(lambda: pinned.refused is not None)
     assert pinned.pinned_bytes == sum(driver.registered.values()) > 0
+    # It is told right after it is noted, by another thread.
+    until(lambda: any(r.levelno == logging.WARNING for r in caplog.records))
     (warning,) = (r for r in caplog.records if r.levelno == logging.WARNING)
     assert f"CUDA pins no more than {pinned.pinned_bytes:,} of the pool's 4,194,304 bytes" in (
         warning.getMessage()
