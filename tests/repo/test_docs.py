@@ -26,6 +26,20 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not missing
 
 
+def test_the_walks_name_files_and_functions_that_exist() -> None:
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    walks = page.partition("## Three walks")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`(?:\s\(((?:`\w+`(?:, )?)+)\))?", walks)
+    assert len(named) > 30
+    roots = re.findall(r"`((?:vllm_plugin|client|server)/\w+)`", walks)
+    for file, functions in named:
+        files = [REPOSITORY / root / file for root in roots if (REPOSITORY / root / file).exists()]
+        assert files, file
+        texts = [path.read_text() for path in files]
+        for function in re.findall(r"`(\w+)`", functions):
+            assert any(f"def {function}(" in text for text in texts), (file, function)
+
+
 def test_first_screen_of_the_readme() -> None:
     lines = (REPOSITORY / "README.md").read_text().splitlines()
     screen = "\n".join(lines[:FIRST_SCREEN_LINES])
