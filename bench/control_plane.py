@@ -381,7 +381,9 @@ def core_with_memory(chunks: int) -> Any:
 
 def fill(core: Any, keys: list[bytes]) -> None:
     """Store chunks of one prompt."""
-    for slot in core.reserve(None, NAMESPACE.name, None, 0, b"", keys):
+    from kvdock_server.steps import at_once
+
+    for slot in at_once(core.reserve_in_steps(None, NAMESPACE.name, None, 0, b"", keys)):
         if not core.seal(slot):
             raise RuntimeError("a chunk could not be sealed")
 

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from kvdock_server.core import Core
 from kvdock_server.index.index import Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.steps import at_once
 from kvdock_server.tiers.host.pool import slab_bytes
 from kvdock_server.tiers.host.slots import SlotAllocator
 
@@ -87,7 +88,9 @@ class Model:
             self._stored += self._prompt_chunks
             name = self._name.encode().ljust(24)
             keys = [name + number.to_bytes(8, "big") for number in range(first, self._stored)]
-            for outcome in self._core.reserve(None, self._name, None, 0, b"", keys):
+            for outcome in at_once(
+                self._core.reserve_in_steps(None, self._name, None, 0, b"", keys)
+            ):
                 if isinstance(outcome, Slot):
                     self._core.seal(outcome)
             prompts.append(keys)

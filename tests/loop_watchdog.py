@@ -212,12 +212,10 @@ def _thread(task: Path) -> _Thread:
 
 
 def _held_up(last: _Look, look: _Look) -> float:
-    """For how long, at least, the callback held up the loop between two looks."""
-    if not look.callback:
+    """For how long, at least, one callback held up the loop between two looks."""
+    if not look.callback or look.callback != last.callback:
         return 0.0
     computed = look.computed - last.computed
-    if look.callback != last.callback:
-        return 0.0  # What it computed before it measures itself.
     if look.sleep is None or last.sleep is None or look.sleep.number != last.sleep.number:
         return computed
     # Much more may have elapsed: the whole process was stopped.

@@ -26,6 +26,7 @@ from kvdock_server.index.chunk import Part
 from kvdock_server.index.index import _MAX_NAMESPACES, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.rpc.events import _filter
+from kvdock_server.steps import at_once
 from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 SLAB = 4 * PAGE_BYTES
@@ -62,8 +63,10 @@ def data_of(keys: list[bytes]) -> list[bytes]:
 
 
 def reserve(core: Core, keys: list[bytes], parent: bytes = b"", **where: int) -> list[Slot]:
-    outcomes = core.reserve(
-        None, "n", where.get("group_idx"), where.get("shard", 0), parent, keys, data_of(keys)
+    outcomes = at_once(
+        core.reserve_in_steps(
+            None, "n", where.get("group_idx"), where.get("shard", 0), parent, keys, data_of(keys)
+        )
     )
     return [outcome for outcome in outcomes if isinstance(outcome, Slot)]
 
@@ -271,7 +274,9 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
     for number in range(_MAX_NAMESPACES + 5):
         name = f"n{number}"
         core.index.register(Namespace(name, 16, 1, (full(0),)))
-        (slot,) = core.reserve(None, name, 0, 0, b"", prompt(1), data_of(prompt(1)))
+        (slot,) = at_once(
+            core.reserve_in_steps(None, name, 0, 0, b"", prompt(1), data_of(prompt(1)))
+        )
         assert isinstance(slot, Slot)
         core.seal(slot)
         core.index.evict(None)
@@ -298,14 +303,16 @@ class EventsMachine(RuleBasedStateMachine):
     def reserve(self, path: list[int], skip: int, where: int) -> object:
         keys = prompt(*path)
         skip = min(skip, len(keys) - 1)
-        outcomes = self.core.reserve(
-            None,
-            "n",
-            self.group_ids[where % len(self.group_ids)],
-            where % self.world,
-            keys[skip - 1] if skip else b"",
-            keys[skip:],
-            data_of(keys[skip:]),
+        outcomes = at_once(
+            self.core.reserve_in_steps(
+                None,
+                "n",
+                self.group_ids[where % len(self.group_ids)],
+                where % self.world,
+                keys[skip - 1] if skip else b"",
+                keys[skip:],
+                data_of(keys[skip:]),
+            )
         )
         return multiple(*[outcome for outcome in outcomes if isinstance(outcome, Slot)])
 

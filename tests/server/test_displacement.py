@@ -23,6 +23,7 @@ from displacement import (
 from kvdock_server.core import LeaseRange
 from kvdock_server.index.index import Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.steps import at_once
 
 POOL = 4 * GIB
 
@@ -102,7 +103,9 @@ def test_room_for_any_shard_is_made_of_chunks_whose_shards_differ_in_size() -> N
     core.index.register(Namespace("n", 16, 2, (group,)))
 
     def store(number: int, shard: int) -> bool:
-        (outcome,) = core.reserve(None, "n", None, shard, b"", [number.to_bytes(32, "big")])
+        (outcome,) = at_once(
+            core.reserve_in_steps(None, "n", None, shard, b"", [number.to_bytes(32, "big")])
+        )
         return isinstance(outcome, Slot) and core.seal(outcome)
 
     for number in range(16):

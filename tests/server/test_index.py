@@ -70,7 +70,11 @@ def make_core(slots: int, *groups: Group, world: int = 1, clock: Clock | None = 
 
 
 def store(core: Core, keys: list[bytes], parent: bytes = b"", **where: int) -> list[ReserveStatus]:
-    outcomes = core.reserve(None, "n", where.get("group_idx"), where.get("shard", 0), parent, keys)
+    outcomes = at_once(
+        core.reserve_in_steps(
+            None, "n", where.get("group_idx"), where.get("shard", 0), parent, keys
+        )
+    )
     for outcome in outcomes:
         if isinstance(outcome, Slot):
             assert core.seal(outcome)
@@ -83,7 +87,7 @@ def other_size(core: Core, chunks: int = 1) -> list[ReserveStatus | Slot]:
     """What reserving chunks of twice the size in another namespace gives."""
     core.index.register(Namespace("other", 16, 1, (full(2 * PAGE_BYTES),)))
     keys = [key(200, number >> 8, number & 255) for number in range(chunks)]
-    return core.reserve(None, "other", None, 0, b"", keys)
+    return at_once(core.reserve_in_steps(None, "other", None, 0, b"", keys))
 
 
 def hit(core: Core, keys: list[bytes]) -> int:
@@ -129,8 +133,8 @@ def test_shards_that_do_not_come_are_given_up_and_their_memory_returns() -> None
 
 def test_two_writers_of_one_key_both_succeed_and_one_writes() -> None:
     core = make_core(8)
-    first = core.reserve(None, "n", None, 0, b"", prompt(1))
-    second = core.reserve(None, "n", None, 0, b"", prompt(1))
+    first = at_once(core.reserve_in_steps(None, "n", None, 0, b"", prompt(1)))
+    second = at_once(core.reserve_in_steps(None, "n", None, 0, b"", prompt(1)))
     assert second == [ReserveStatus.EXISTS]
     assert isinstance(first[0], Slot)
     core.seal(first[0])
@@ -155,7 +159,7 @@ def test_chunks_stored_together_lie_in_order_also_in_memory_that_was_evicted() -
     core = make_core(4)
     store(core, prompt(1, 1, 1, 1))
     for number in (2, 3):
-        outcomes = core.reserve(None, "n", None, 0, b"", prompt(number, 1, 1, 1))
+        outcomes = at_once(core.reserve_in_steps(None, "n", None, 0, b"", prompt(number, 1, 1, 1)))
         slots = [outcome for outcome in outcomes if isinstance(outcome, Slot)]
         assert [slot.offset for slot in slots] == [index * PAGE_BYTES for index in range(4)]
         for slot in slots:
@@ -217,7 +221,7 @@ def test_an_idle_size_makes_room_for_a_busy_one_and_little_is_lost_on_the_way() 
             lease = core.lookup(None, "busy", [known], readers=1, ttl_ms=1).lease
             assert lease is not None, "what is in use stays"
             core.leases.release(lease)
-        (slot,) = core.reserve(None, "busy", None, 0, b"", [key(200, number)])
+        (slot,) = at_once(core.reserve_in_steps(None, "busy", None, 0, b"", [key(200, number)]))
         assert isinstance(slot, Slot)
         core.seal(slot)
         busy.append(key(200, number))
@@ -245,7 +249,9 @@ def test_a_size_whose_own_chunks_run_out_goes_on_with_those_of_others() -> None:
         core.seal(slot)
     for number in range(1, 60):
         assert store(core, prompt(number)) == [ReserveStatus.RESERVED]
-    outcomes = core.reserve(None, "other", None, 0, b"", [key(201, n) for n in range(16)])
+    outcomes = at_once(
+        core.reserve_in_steps(None, "other", None, 0, b"", [key(201, n) for n in range(16)])
+    )
     assert all(isinstance(outcome, Slot) for outcome in outcomes)
 
 
@@ -348,7 +354,7 @@ def test_a_workers_locks_go_with_its_session_and_nobody_elses() -> None:
 
 def reserve(core: Core, session: Session, keys: list[bytes]) -> int:
     return core.open_reservation(
-        session, core.writing(core.reserve(session, "n", None, 0, b"", keys))
+        session, core.writing(at_once(core.reserve_in_steps(session, "n", None, 0, b"", keys)))
     )
 
 
@@ -395,7 +401,7 @@ def test_a_chunk_whose_parent_is_not_there_is_not_stored() -> None:
 
 def test_a_prefix_that_failed_can_be_stored_again_under_what_extends_it() -> None:
     core = make_core(4)
-    first, second = core.reserve(None, "n", None, 0, b"", prompt(1, 2))
+    first, second = at_once(core.reserve_in_steps(None, "n", None, 0, b"", prompt(1, 2)))
     assert isinstance(first, Slot)
     assert isinstance(second, Slot)
     core.seal(second)
@@ -409,7 +415,7 @@ def test_clear_hides_at_once_and_frees_when_the_last_user_is_done() -> None:
     core = make_core(8)
     store(core, prompt(1, 2))
     lease = core.lookup(None, "n", prompt(1, 2)).lease
-    (writing,) = core.reserve(None, "n", None, 0, key(1, 2), [key(1, 2, 3)])
+    (writing,) = at_once(core.reserve_in_steps(None, "n", None, 0, key(1, 2), [key(1, 2, 3)]))
     assert core.clear("n") == 2
     assert hit(core, prompt(1, 2)) == 0
     assert core.index.sealed_bytes == 2 * PAGE_BYTES
@@ -435,7 +441,7 @@ def test_chunks_that_leave_are_not_kept_in_memory_by_cycles(way: str) -> None:
             for last in range(3):
                 store(core, prompt(1, 1, last), shard=shard)
         found = core.lookup(None, "n", prompt(1, 1))
-        writing = core.reserve(None, "n", None, 0, key(1, 1), [key(9), key(10)])
+        writing = at_once(core.reserve_in_steps(None, "n", None, 0, key(1, 1), [key(9), key(10)]))
         if way == "cleared":
             core.clear("n")
         for slot in writing:
@@ -462,16 +468,16 @@ def test_a_commit_is_once_and_by_its_own_session() -> None:
     reservation = reserve(core, mine, prompt(1, 2))
     assert reservation
     with pytest.raises(RequestError) as caught:
-        core.commit(other, reservation, [])
+        at_once(core.commit_in_steps(other, reservation, []))
     assert caught.value.reason is Reason.FOREIGN_RESERVATION
-    assert core.commit(mine, reservation, [0]) == [True]
+    assert at_once(core.commit_in_steps(mine, reservation, [0])) == [True]
     with pytest.raises(RequestError):
-        core.commit(mine, reservation, [0])
-    assert core.commit(mine, reservation, []) == [True]
+        at_once(core.commit_in_steps(mine, reservation, [0]))
+    assert at_once(core.commit_in_steps(mine, reservation, [])) == [True]
     with pytest.raises(RequestError) as caught:
-        core.commit(mine, reservation, [])
+        at_once(core.commit_in_steps(mine, reservation, []))
     assert caught.value.reason is Reason.UNKNOWN_RESERVATION
-    assert core.abort(mine, reservation) == 0
+    assert at_once(core.abort_in_steps(mine, reservation)) == 0
 
 
 def test_a_window_group_needs_only_its_window() -> None:
@@ -620,13 +626,15 @@ class CoreMachine(RuleBasedStateMachine):
         keys = prompt(*path)
         skip = min(skip, len(keys) - 1)
         parent = keys[skip - 1] if skip else b""
-        outcomes = self.core.reserve(
-            None,
-            "n",
-            self.group_ids[where % len(self.group_ids)],
-            where % self.world,
-            parent,
-            keys[skip:],
+        outcomes = at_once(
+            self.core.reserve_in_steps(
+                None,
+                "n",
+                self.group_ids[where % len(self.group_ids)],
+                where % self.world,
+                parent,
+                keys[skip:],
+            )
         )
         new = [outcome for outcome in outcomes if isinstance(outcome, Slot)]
         self.open.update(new)
@@ -637,7 +645,9 @@ class CoreMachine(RuleBasedStateMachine):
         """Whole prompts, so that many lookups hit."""
         for group_idx in self.group_ids:
             for shard in range(self.world):
-                for slot in self.core.reserve(None, "n", group_idx, shard, b"", prompt(*path)):
+                for slot in at_once(
+                    self.core.reserve_in_steps(None, "n", group_idx, shard, b"", prompt(*path))
+                ):
                     if isinstance(slot, Slot):
                         self.written[slot.offset] = slot.part.chunk.key
                         assert self.core.seal(slot)

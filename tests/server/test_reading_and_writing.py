@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvdock_server.core import Core, Group, GroupKind, LeaseRange, Namespace, Role, Writing
+from kvdock_server.steps import at_once
 from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
@@ -25,7 +26,7 @@ def core() -> Core:
 
 
 def write(core: Core) -> Writing:
-    return core.writing(core.reserve(None, "model", None, 0, b"", KEYS))
+    return core.writing(at_once(core.reserve_in_steps(None, "model", None, 0, b"", KEYS)))
 
 
 def test_a_write_gives_back_what_it_has_not_sealed(core: Core) -> None:

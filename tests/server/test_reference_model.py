@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -225,6 +225,8 @@ class ServerMachine(RuleBasedStateMachine):
         """The server's answer, None if it refuses: for the model's reason, and for no other."""
         try:
             answer = call(*args, **kw)
+            if isinstance(answer, Generator):
+                answer = at_once(answer)
         except RequestError as error:
             assert error.reason is reason
             return None
@@ -272,7 +274,7 @@ class ServerMachine(RuleBasedStateMachine):
         evicted_before = self.model.counters["evicted_parts"]
         outcomes = self.attempt(
             self.model.refuses_reserve(model, namespace, group_idx, shard),
-            self.core.reserve,
+            self.core.reserve_in_steps,
             session,
             namespace,
             group_idx,
@@ -676,7 +678,9 @@ class ServerMachine(RuleBasedStateMachine):
         if not self.is_heard(caller):
             return
         reason = self.model.refuses_commit(caller.model, reservation_id, chosen)
-        sealed = self.attempt(reason, self.core.commit, caller.session, reservation_id, chosen)
+        sealed = self.attempt(
+            reason, self.core.commit_in_steps, caller.session, reservation_id, chosen
+        )
         if sealed is not None:
             assert sealed == self.model.commit(caller.model, reservation_id, chosen)
 
@@ -687,7 +691,7 @@ class ServerMachine(RuleBasedStateMachine):
         if not self.is_heard(caller):
             return
         reason = self.model.refuses_reservation(caller.model, reservation_id)
-        aborted = self.attempt(reason, self.core.abort, caller.session, reservation_id)
+        aborted = self.attempt(reason, self.core.abort_in_steps, caller.session, reservation_id)
         if aborted is not None:
             assert aborted == self.model.abort(caller.model, reservation_id)
 

@@ -18,6 +18,7 @@ from kvdock_server.index.index import Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.rpc import cache, grpc_errors
 from kvdock_server.rpc.server import Server
+from kvdock_server.steps import at_once
 from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
 
@@ -89,7 +90,7 @@ async def test_a_stream_on_which_nothing_moves_is_given_up(
                     pass
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert not core.index.reserved_bytes
-            (slot,) = core.reserve(None, "big", None, 0, b"", [key(1)])
+            (slot,) = at_once(core.reserve_in_steps(None, "big", None, 0, b"", [key(1)]))
             assert isinstance(slot, Slot)
             core.seal(slot)
             get = stub.Get(cache_pb2.GetRequest(namespace="big", keys=[key(1)]))

@@ -58,7 +58,7 @@ def keys_of(prompt: int, chunks: int) -> list[bytes]:
 
 
 def store(core: Core, keys: list[bytes], namespace: str = "n") -> None:
-    for outcome in core.reserve(None, namespace, None, 0, b"", keys):
+    for outcome in at_once(core.reserve_in_steps(None, namespace, None, 0, b"", keys)):
         assert isinstance(outcome, Slot)
         assert core.seal(outcome)
 

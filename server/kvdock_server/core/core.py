@@ -275,27 +275,6 @@ class Core:
 
     # Storing
 
-    def reserve(
-        self,
-        session: Session | None,
-        namespace: str,
-        group_idx: int | None,
-        shard: int,
-        parent_key: bytes,
-        keys: Sequence[bytes],
-        event_data: Sequence[bytes] = (),
-    ) -> list[ReserveStatus | Slot]:
-        """Find memory for one shard of consecutive chunks of a prompt.
-
-        ``event_data`` is what events are to tell about them, encoded, one for each or none. The
-        caller owns the slots, and seals or aborts each of them.
-        """
-        return at_once(
-            self.reserve_in_steps(
-                session, namespace, group_idx, shard, parent_key, keys, event_data
-            )
-        )
-
     def reserve_in_steps(
         self,
         session: Session | None,
@@ -306,7 +285,12 @@ class Core:
         keys: Sequence[bytes],
         event_data: Sequence[bytes] = (),
     ) -> Steps[list[ReserveStatus | Slot]]:
-        """Likewise. Closed before its end, it aborts what it has reserved."""
+        """Find memory for one shard of consecutive chunks of a prompt.
+
+        ``event_data`` is what events are to tell about them, encoded, one for each or none. The
+        caller owns the slots, and seals or aborts each of them. Closed before its end, it aborts
+        what it has reserved.
+        """
         self._refuse_when_draining()
         check_keys(keys)
         if len(parent_key) not in (0, KEY_BYTES):
@@ -352,22 +336,17 @@ class Core:
         slots, writing.open = writing.open, {}
         return self._reservations.open(session, slots).reservation_id
 
-    def commit(self, session: Session, reservation_id: int, chunks: Sequence[int]) -> list[bool]:
-        """Seal chunks of a reservation, or all open ones; False for each that was cleared."""
-        return at_once(self.commit_in_steps(session, reservation_id, chunks))
-
     def commit_in_steps(
         self, session: Session, reservation_id: int, chunks: Sequence[int]
     ) -> Steps[list[bool]]:
-        """Likewise. False also for each that was aborted, or lost by the session, meanwhile."""
+        """Seal chunks of a reservation, or all open ones.
+
+        False for each that was cleared, or meanwhile aborted, or lost by the session.
+        """
         return self._reservations.commit(session, reservation_id, chunks)
 
-    def abort(self, session: Session, reservation_id: int) -> int:
-        """Give back what a reservation still holds; how many chunks that were."""
-        return at_once(self.abort_in_steps(session, reservation_id))
-
     def abort_in_steps(self, session: Session, reservation_id: int) -> Steps[int]:
-        """Likewise."""
+        """Give back what a reservation still holds; how many chunks that were."""
         return self._reservations.abort(session, reservation_id)
 
     # Copies made by the server

@@ -12,7 +12,7 @@ from typing import Any
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
 from kvdock.v1 import types_pb2 as types
-from kvdock_server.core import Core, LockRange, Mode, ReserveStatus, Session, Slot, check_session
+from kvdock_server.core import Core, LockRange, Mode, Session, Slot, check_session
 from kvdock_server.errors import invalid
 from kvdock_server.rpc.conversions import (
     event_data,
@@ -25,16 +25,10 @@ from kvdock_server.rpc.conversions import (
     store_call,
     wanted_mode,
 )
+from kvdock_server.service.chunk_status import OF_RESERVE
 from kvdock_server.service.service import Service
 from kvdock_server.service.turns import in_turns
 from kvdock_server.steps import Steps
-
-RESERVE_STATUS = {
-    ReserveStatus.RESERVED: types.CHUNK_STATUS_RESERVED,
-    ReserveStatus.EXISTS: types.CHUNK_STATUS_EXISTS,
-    ReserveStatus.NO_SPACE: types.CHUNK_STATUS_NO_SPACE,
-    ReserveStatus.PARENT_MISSING: types.CHUNK_STATUS_PARENT_MISSING,
-}
 
 
 def register_namespace(
@@ -102,7 +96,8 @@ def reserve(
                 location = types.Location(offset=outcome.offset, length=outcome.nbytes)
                 response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
             else:
-                response.chunks.add(status=RESERVE_STATUS[outcome])
+                became = OF_RESERVE[outcome]
+                response.chunks.add(status=types.ChunkStatus.ValueType(became.value))
             yield
         response.reservation_id = core.open_reservation(session, writing)
     return response

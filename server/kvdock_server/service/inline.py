@@ -76,7 +76,7 @@ class Inline:
         keys: Sequence[bytes],
         event_data: Sequence[bytes],
     ) -> AsyncIterator[Put]:
-        """Take one shard of chunks of a prompt, as in ``Core.reserve``."""
+        """Take one shard of chunks of a prompt, as in ``Core.reserve_in_steps``."""
         outcomes = await in_turns(
             self._core.reserve_in_steps(
                 None, namespace, group_idx, shard, parent_key, keys, event_data

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """What a Store asks for. ``event_data`` is as in ``Core.reserve``."""
+    """What a Store asks for. ``event_data`` is as in ``Core.reserve_in_steps``."""
 
     namespace: str
     group_idx: int | None
