@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,8 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from nursery import ForkedProcess, Nursery
+
 RUNNER = Path(__file__).with_name("engine_runner.py")
-NURSERY = Path(__file__).with_name("engine_nursery.py")
+SEED = Path(__file__).with_name("engine_seed.py")
 
 DEFAULT_ARGUMENTS: Mapping[str, Any] = {
     "skip_tokenizer_init": True,
@@ -74,64 +73,9 @@ class Generation:
     kv_transfer_params: Mapping[str, Any] | None
 
 
-class ForkedProcess:
-    """A process that a nursery forked: of subprocess.Popen, what an engine needs."""
-
-    def __init__(self, stdin: IO[bytes], status: int) -> None:
-        self.stdin = stdin
-        self.returncode: int | None = None
-        self._status = os.fdopen(status, "rb")
-        self.pid = int(self._status.readline())
-
-    def poll(self) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("an engine", timeout or 0)
-            self.returncode = int(self._status.readline())
-            self._status.close()
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-class Nursery:
-    """A process that has imported vLLM and forks engines, which takes half off their start."""
-
-    def __init__(self, log: Path) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, str(NURSERY), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **ENVIRONMENT},
-            )
-
-    def fork(self, environment: Mapping[str, str], log: int, answers: int) -> ForkedProcess:
-        """Start an engine's process, which prints to ``log`` and answers at ``answers``."""
-        their_stdin, stdin = os.pipe()
-        status, their_status = os.pipe()
-        theirs = [their_stdin, log, answers, their_status]
-        try:
-            socket.send_fds(self._channel, [json.dumps(environment).encode()], theirs)
-        finally:
-            os.close(their_stdin)
-            os.close(their_status)
-        return ForkedProcess(os.fdopen(stdin, "wb"), status)
-
-    def close(self) -> None:
-        """Fork no more; engines live on."""
-        self._channel.close()
-        self._process.wait(60)
+def engine_nursery(log: Path) -> Nursery:
+    """A nursery of engines, which takes half off their start."""
+    return Nursery(SEED, log, ENVIRONMENT)
 
 
 class EngineProcess:
@@ -143,7 +87,8 @@ class EngineProcess:
         kv_connector: extra configuration of KVDockConnector; None runs without any connector.
         environment: on top of this process's own.
         timeout_s: for the start and for each command.
-        nursery: where the process is forked; None starts an interpreter of its own.
+        nursery: of ``engine_nursery``, where the process is forked; None starts an interpreter of
+            its own.
         arguments: of vLLM's EngineArgs, over DEFAULT_ARGUMENTS.
 
     Raises:
@@ -171,20 +116,24 @@ class EngineProcess:
         self._log = log
         self._timeout_s = timeout_s
         answers, child_answers = os.pipe()
+        child_stdin, stdin = os.pipe()
+        self._stdin = os.fdopen(stdin, "wb")
         whole = {**os.environ, **ENVIRONMENT, **(environment or {})}
         self._process: subprocess.Popen[bytes] | ForkedProcess
         with log.open("ab") as output:
             if nursery is not None:
-                self._process = nursery.fork(whole, output.fileno(), child_answers)
+                streams = (child_stdin, output.fileno(), output.fileno())
+                self._process = nursery.fork([], whole, streams, [child_answers])
             else:
                 self._process = subprocess.Popen(
                     [sys.executable, str(RUNNER), str(child_answers)],
-                    stdin=subprocess.PIPE,
+                    stdin=child_stdin,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     pass_fds=[child_answers],
                     env=whole,
                 )
+        os.close(child_stdin)
         os.close(child_answers)
         self._answers: IO[bytes] = os.fdopen(answers, "rb", buffering=0)
         self._exchange(settings)
@@ -211,8 +160,7 @@ class EngineProcess:
 
     def close(self) -> int:
         """Let the process shut its engine down and return its exit status."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._stdin.close()
         try:
             return self._process.wait(self._timeout_s)
         except subprocess.TimeoutExpired:
@@ -242,10 +190,9 @@ class EngineProcess:
         return self._exchange({"verb": verb, "arguments": arguments})
 
     def _exchange(self, message: object) -> Any:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps(message).encode() + b"\n")
+            self._stdin.flush()
         except BrokenPipeError:
             raise self._failure("is gone") from None
         return json.loads(self._read_line())

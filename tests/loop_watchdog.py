@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import linecache
+import os
 import re
 import sys
 import tempfile
@@ -101,7 +102,8 @@ class Watchdog:
         main = threading.main_thread()
         assert main.ident is not None
         self._main = main.ident
-        self._main_task = _TASKS / str(main.native_id)
+        # Of a fork's main thread, threading knows the parent's native id.
+        self._main_task = _TASKS / str(os.getpid())
         self._clock = time.pthread_getcpuclockid(main.ident)
 
     def start(self) -> None:

@@ -36,12 +36,18 @@ class _Watch(logging.Handler):
             self._watchdog.stop()
 
 
-def main(file: Path, limit: float, program: list[str]) -> None:
+def watch(file: Path, limit: float) -> None:
+    """Add to ``file`` what holds up this process's server for longer than ``limit`` seconds."""
+
     def found(held_up: HoldUp) -> None:
         with file.open("a") as findings:
             findings.write(f"{held_up}\n")
 
     logging.getLogger("kvdock_server.lifecycle").addHandler(_Watch(Watchdog(found, limit)))
+
+
+def run(program: list[str]) -> None:
+    """Run it in this process."""
     if program[0] == "-m":
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -54,4 +60,5 @@ def main(file: Path, limit: float, program: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
+    watch(Path(sys.argv[1]), float(sys.argv[2]))
+    run(sys.argv[3:])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import ServerProcess
+from servers import ServerProcess
 
 # Forks, and prints what the client of the child says, or that it hangs.
 PROGRAM = """

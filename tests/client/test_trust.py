@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.conftest import ServerProcess
+from servers import ServerProcess
 from tests.users import ANOTHER, OTHER, as_user, needs_other_users
 
 import kvdock

@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from enginekit import EngineProcess, Nursery
+from enginekit import EngineProcess, engine_nursery
+from nursery import Nursery
 
 
 def start_engine(model: Path, *, log: Path, **arguments: Any) -> EngineProcess:
@@ -19,7 +20,7 @@ def start_engine(model: Path, *, log: Path, **arguments: Any) -> EngineProcess:
 @functools.cache
 def _nursery() -> Nursery:
     folder = tempfile.TemporaryDirectory(prefix="kvdock-nursery-")
-    nursery = Nursery(Path(folder.name) / "log")
+    nursery = engine_nursery(Path(folder.name) / "log")
     atexit.register(folder.cleanup)
     atexit.register(nursery.close)
     return nursery

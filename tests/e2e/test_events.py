@@ -21,7 +21,7 @@ import pytest
 import zmq
 from enginekit import EngineProcess, Request
 from modelkit import DeepseekV2, Gemma3, Llama, Shape, make_adapter, make_checkpoint, random_prompt
-from tests.conftest import ServerProcess
+from servers import ServerProcess
 from tests.e2e.engines import start_engine
 from tests.eventkit import assert_differ_in_place_only, decode, stored_blocks
 

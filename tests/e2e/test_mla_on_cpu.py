@@ -12,7 +12,7 @@ import pytest
 import torch
 from enginekit import Request
 from modelkit import DeepseekV2, make_checkpoint, random_prompt
-from tests.conftest import ServerProcess
+from servers import ServerProcess
 from tests.e2e.engines import start_engine
 
 from kvdock import Client

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from enginekit import EngineProcess, Generation, Request
 from modelkit import DeepseekV2, Llama, Shape, make_adapter, make_checkpoint, random_prompt
-from tests.conftest import ServerProcess
+from servers import ServerProcess
 from tests.e2e.engines import start_engine
 
 from kvdock import Client

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from loop_watchdog import HoldUp, Watchdog
-from tests.conftest import ServerProcess
+from servers import ServerProcess
 
 import kvdock
 

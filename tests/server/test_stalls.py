@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.conftest import ServerProcess
+from servers import ServerProcess
 from wire import Wire, WireSession
 
 from kvdock.v1 import cache_pb2, types_pb2

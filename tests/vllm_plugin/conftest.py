@@ -1,4 +1,4 @@
-"""Makes bench/ and the simulator importable, and sends vLLM's log where pytest can see it."""
+"""Makes the simulator importable, and sends vLLM's log where pytest can see it."""
 
 import os
 import sys
@@ -9,9 +9,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Else the messages of vLLM and of its plugins pass by pytest's capture.
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "bench"), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parent))
 
 # After the path is known.
-from simkit import engine, kvdock, model, start_engine  # noqa: E402
+from simkit import engine, kvdock, model, start_engine
 
 __all__ = ["engine", "kvdock", "model", "start_engine"]

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from servers import ServerProcess
 from simkit import ASK, C, StartEngine, prompt
 from simulator import BLOCK_TOKENS, SimulatedEngine, _sha256
-from tests.conftest import ServerProcess
 from tests.eventkit import Block, Consumer, assert_differ_in_place_only, decode, stored_blocks
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch

@@ -27,8 +27,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from modelkit import Llama, make_checkpoint, random_prompt
+from servers import ServerProcess
 from simulator import CHUNK_TOKENS, Layers, SimulatedEngine
-from tests.conftest import ServerProcess
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvdock import Client
