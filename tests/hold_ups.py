@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-ANY_TIME: Final = float("inf")
-
 # How the names of the tests begin, for how many seconds, and why.
 HOLD_UPS: Final[dict[str, tuple[float, str]]] = {
     "tests/server/test_wire_limits.py": (1.0, "a message of 4 MiB is decoded in one call"),
