@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 _CHILD = Path(__file__).with_name("nursery_child.py")
 
@@ -23,10 +24,10 @@ _CHILD = Path(__file__).with_name("nursery_child.py")
 class ForkedProcess:
     """A process that a nursery forked, with the members of subprocess.Popen that callers use."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, pid: int, status: IO[bytes]) -> None:
+        self.pid = pid
         self.returncode: int | None = None
-        self._status = os.fdopen(status, "rb")
-        self.pid = int(self._status.readline())
+        self._status = status
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -65,6 +66,7 @@ class Nursery:
     """
 
     def __init__(self, seed: Path, log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._log = log
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -90,6 +92,9 @@ class Nursery:
             environment: all of the process's own.
             streams: become its standard input, output and errors. The caller still closes them.
             descriptors: files that ``run`` gets beside them. The caller still closes them.
+
+        Raises:
+            RuntimeError: the nursery has ended, for instance since an import failed.
         """
         status, their_status = os.pipe()
         message = json.dumps({"arguments": list(arguments), "environment": dict(environment)})
@@ -99,7 +104,11 @@ class Nursery:
             )
         finally:
             os.close(their_status)
-        return ForkedProcess(status)
+        answers = os.fdopen(status, "rb")
+        pid = answers.readline()
+        if not pid:
+            raise RuntimeError(f"the nursery has ended: {self._log.read_text(errors='replace')}")
+        return ForkedProcess(int(pid), answers)
 
     def close(self) -> None:
         """Fork no more; the forks live on."""

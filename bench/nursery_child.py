@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,9 +28,7 @@ def main() -> None:
     seed = Path(sys.argv[2])
     sys.path.insert(0, str(seed.parent))
     run = import_module(seed.stem).run
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, (
-        "a fork has only the thread that forks"
-    )
+    assert threading.active_count() == 1, "a fork has only the thread that forks"
     while True:
         message, descriptors, *_ = socket.recv_fds(channel, 1 << 20, _MOST_DESCRIPTORS)
         if not message:

@@ -98,7 +98,7 @@ class ServerProcess:
 def _nursery() -> Nursery:
     folder = tempfile.TemporaryDirectory(prefix="kvdock-nursery-")
     seed = Path(__file__).with_name("server_seed.py")
-    # NumPy starts a thread for each other processor when it is imported, and forks lose threads.
+    # NumPy starts a thread for each other processor when it is imported, which forks do not have.
     nursery = Nursery(seed, Path(folder.name) / "log", {"OPENBLAS_NUM_THREADS": "1"})
     atexit.register(folder.cleanup)
     atexit.register(nursery.close)
