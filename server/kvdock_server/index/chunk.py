@@ -1,4 +1,4 @@
-"""Chunks and their parts: plain records, made small since a server holds a million of them."""
+"""Chunks and their parts: plain records, kept small because a server holds a million of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NO_SLOT: Final = -1
 class Chunk:
     """A run of tokens under one key. It stays known while it has parts or children.
 
-    Children are linked to one another: a set of them in every chunk would double the index.
+    The children of a chunk are a linked list, from ``first_child`` on. A set in every chunk would
+    double the memory of the index.
     """
 
     __slots__ = ("_next", "_previous", "first_child", "key", "parent", "parts", "space")
@@ -38,23 +39,18 @@ class Chunk:
 
     @property
     def is_known(self) -> bool:
-        """True if it is in the index."""
+        """True if the index has this chunk."""
         return not self.space.is_cleared and self.space.chunks.get(self.key) is self
 
     @property
     def in_use(self) -> bool:
-        """True if somebody reads or writes a part of it."""
+        """True if somebody reads or writes one of its parts."""
         return any(part is not None and (part.pins or part.writing) for part in self.parts)
 
     @property
     def last_used(self) -> int:
-        """The last use of any of its parts; 0 if it has none."""
+        """The latest use of any of its parts; 0 if it has none."""
         return max((part.last_used for part in self.parts if part is not None), default=0)
-
-    @property
-    def has_children(self) -> bool:
-        """True if a known chunk extends this one."""
-        return self.first_child is not None
 
     def children(self) -> Iterator[Chunk]:
         """The known chunks that extend this one."""
@@ -64,7 +60,10 @@ class Chunk:
             child = child._next
 
     def next_in_tree(self, *, skip_children: bool = False) -> Chunk | None:
-        """The chunk that follows it where parents come before children; None after the last one."""
+        """The next chunk of the namespace, parents before children; None after the last one.
+
+        ``skip_children``: leave out all that extends this chunk.
+        """
         if self.first_child is not None and not skip_children:
             return self.first_child
         chunk: Chunk | None = self
@@ -91,10 +90,10 @@ class Chunk:
 class Part:
     """One group's share of a chunk: the unit of visibility, locking and eviction.
 
-    ``slots`` has the pool offset of each sealed shard, NO_SLOT for the others; ``writing`` has a
-    bit for each shard that is being written. ``pins`` counts what keeps the memory in place: the
-    leases that lock it and the copies under way. A detached part was removed from the index while
-    pinned or written to; its memory goes with the last pin or writer.
+    ``slots`` has the pool offset of each sealed shard, and NO_SLOT for the others. ``writing`` has
+    a bit for each shard that is being written. ``pins`` counts what keeps the memory in place: the
+    leases that lock the part, and the copies under way. A ``detached`` part has left the index; its
+    memory is freed with its last pin or writer. ``queued``: an eviction policy has the part.
     """
 
     __slots__ = (
@@ -112,7 +111,7 @@ class Part:
     def __init__(self, chunk: Chunk, position: int, kv_world_size: int) -> None:
         self.chunk = chunk
         self.position = position
-        # No list: the garbage collector would look through all of them.
+        # An array and no list, since the garbage collector looks through every list.
         self.slots = array("q", [NO_SLOT]) * kv_world_size
         self.writing = 0
         self.pins = 0
@@ -123,7 +122,7 @@ class Part:
 
     @property
     def is_gone(self) -> bool:
-        """True if it left the index, or its namespace was cleared."""
+        """True if the part has left the index, or its namespace was cleared."""
         return self.detached or self.chunk.space.is_cleared
 
     @property
@@ -134,7 +133,7 @@ class Part:
 
     @property
     def is_evictable(self) -> bool:
-        """True if it may be evicted: nobody uses it, and it is no prefix of what is known."""
+        """True if nobody uses the part, and no known chunk needs it as its prefix."""
         if not self.visible or self.pins or self.chunk.space.is_cleared:
             return False
         if not self.is_full_attention:
@@ -157,7 +156,7 @@ class Part:
 
 
 def all_chunks(space: NamespaceIndex[Chunk]) -> Generator[Chunk, None, None]:
-    """All chunks of a namespace, parents before children. Others may come and go meanwhile."""
+    """All chunks of a namespace, parents before children. Chunks may come and go meanwhile."""
     cursor = Cursor(space.first_child)
     space.cursors.append(cursor)
     try:
@@ -169,9 +168,10 @@ def all_chunks(space: NamespaceIndex[Chunk]) -> Generator[Chunk, None, None]:
 
 
 def with_descendants(roots: Iterable[Chunk]) -> Iterator[Chunk]:
-    """The chunks and all that extend them, each once; with one root, parents before children.
+    """The chunks ``roots`` and all that extend them, each once.
 
-    It goes no further than it is asked to: a chunk may have all others of its namespace below it.
+    With one root, parents come before children. Lazy, since a chunk may have all others of its
+    namespace below it.
     """
     found: set[Chunk] = set()
     waiting = [iter(roots)]

@@ -1,6 +1,6 @@
 """What the index keeps of one namespace.
 
-Chunks refer to it, so it is generic in them and their module need not be known here.
+The module of chunks imports this one, so the type of a chunk is a parameter here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ChunkT = TypeVar("ChunkT")
 
 
 class Cursor(Generic[ChunkT]):
-    """The chunk at which a walk through all of them goes on, None at the end."""
+    """The chunk with which a walk through a namespace goes on; None at the end."""
 
     def __init__(self, at: ChunkT | None) -> None:
         self.at = at
@@ -23,7 +23,7 @@ class Cursor(Generic[ChunkT]):
 
 @dataclass
 class Usage:
-    """Memory of a namespace; what was cleared counts until it is free."""
+    """Memory of a namespace. Cleared chunks count until their memory is free."""
 
     sealed_bytes: int = 0
 
@@ -31,8 +31,8 @@ class Usage:
 class NamespaceIndex(Generic[ChunkT]):
     """A registered namespace and its chunks, in the order in which they were first reserved.
 
-    ``first_child`` is the first of those that extend no other; they are linked to one another.
-    Once ``is_cleared`` another has taken its place, and what is still in it is on its way out.
+    ``first_child`` begins the linked list of the chunks that extend no other. If ``is_cleared``,
+    another NamespaceIndex has taken the place of this one, and the chunks here are being removed.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -50,14 +50,14 @@ class NamespaceIndex(Generic[ChunkT]):
         return self.usage.sealed_bytes
 
     def clear(self) -> NamespaceIndex[ChunkT]:
-        """Let an empty one take its place."""
+        """Mark this one as cleared; the empty one that takes its place."""
         self.is_cleared = True
         successor: NamespaceIndex[ChunkT] = NamespaceIndex(self.namespace)
         successor.usage = self.usage
         return successor
 
     def shard_bytes(self, position: int, shard: int) -> int:
-        """Size of one shard; RequestError if there is none, or nobody has told its size yet."""
+        """Size of one shard; RequestError if there is no such shard, or its size is not known."""
         group = self.namespace.groups[position]
         if shard >= len(group.shard_bytes):
             raise invalid(
