@@ -182,7 +182,7 @@ class SlotAllocator:
         return list(runs.values())
 
     def claim(self, first: int, slabs: int) -> None:
-        """Keep slabs, which ``runs_in`` must know, for one use. Runs there give no slots any more."""
+        """Keep slabs for one use: runs there give no slots any more. ``runs_in`` must allow it."""
         for slab in range(first, first + slabs):
             self._claimed.add(slab)
             self._free_slabs[slab] = 0
