@@ -127,11 +127,11 @@ class FanOutLoad:
                 branches.append(PeerBranch(path, self._group_idx))
                 follower.branch = branches[-1]
         leaders = self._transfer(self._leader, self._event, branches)
-        job = self._leader.device.submit(Direction.LOAD, leaders, self._deadline)
+        job = self._leader.device.lanes[Direction.LOAD].submit(leaders, self._deadline)
         for follower in apart:
             own = self._transfer(follower.memory, LeadersReadyEvent(self._event))
             device = follower.memory.device
-            follower.job = device.submit(Direction.LOAD, own, self._deadline)
+            follower.job = device.lanes[Direction.LOAD].submit(own, self._deadline)
         return job
 
     async def end(self, job: Job) -> CopiedBytes:

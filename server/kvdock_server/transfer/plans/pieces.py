@@ -1,7 +1,7 @@
-"""Pieces: what a lane carries out one by one. Pure.
+"""Pieces: the parts of a transfer, which a lane carries out one by one. Pure.
 
-A piece is bounded in time and bytes. So a piece that waits behind another never waits long, and a
-cancelled transfer ends soon.
+A piece is bounded in time and bytes. So the next piece never waits long, and a cancelled transfer
+ends soon.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ PIECE_US = 1200.0
 """Microseconds that one piece of copy-engine work takes: 64 MiB of large segments."""
 
 STAGED_PIECE_BYTES = 256 << 20
-"""Bytes of one staged piece, and of one staging buffer. Two processes share an SM by time slices,
-so few large kernels cost an engine less than many small ones. The engine's step beside stores and
-loads without pause took this many times its step alone: with 32 MiB 1.38 (stores), with 128 MiB
-1.20 and 1.34 (stores and loads), with 256 MiB 1.11 and 1.20."""
+"""Bytes of one staged piece, and of one staging buffer. Two processes share a multiprocessor by time
+slices, so few large kernels cost an engine less than many small ones. Beside stores and loads
+without pause, the engine's step took longer than alone by these factors: with 32 MiB 1.38 (stores),
+with 128 MiB 1.20 and 1.34 (stores and loads), with 256 MiB 1.11 and 1.20."""
 
 STAGING_BUFFERS = 2
-"""Staging buffers of one direction of one device, and so the most staged pieces under way there."""
+"""For each direction of each device: the staging buffers, and so the most staged pieces under way.
+"""
 
 MAX_STAGED_BLOCKS = 1 << 16
 """Most blocks in one staged piece."""
@@ -58,7 +59,7 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True)
 class Segments(_Copies):
-    """Contiguous copies: ``nbytes`` at address ``device`` belong to those at address ``host``."""
+    """Contiguous copies: ``nbytes`` between address ``device`` and address ``host``."""
 
     nbytes: U64
 
@@ -109,7 +110,7 @@ class ScatteredBlocks:
     """Whole blocks that a kernel moves between the cache and a staging buffer.
 
     Block ``ids[i]`` lies in the buffer at byte ``i * block_bytes``. ``host`` are the copies between
-    the buffer and host memory; their ``device`` is an offset into the buffer.
+    the buffer and host memory. Their ``device`` is an offset into the buffer.
     """
 
     ids: I64
@@ -133,7 +134,7 @@ class ForwardedBlocks:
 
     @property
     def total_bytes(self) -> int:
-        """Counted once, however many receivers there are: all get them at the same time."""
+        """Counted once, however many receivers there are: all get the blocks at the same time."""
         return len(self.ids) * self.block_bytes
 
 
