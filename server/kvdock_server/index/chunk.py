@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import InitVar, dataclass, field
 from typing import Final
 
 from kvdock_server.index.namespace import GroupKind
@@ -87,6 +88,7 @@ class Chunk:
         self._previous = self._next = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Part:
     """One group's share of a chunk: the unit of visibility, locking and eviction.
 
@@ -96,29 +98,20 @@ class Part:
     memory is freed with its last pin or writer. ``queued``: an eviction policy has the part.
     """
 
-    __slots__ = (
-        "chunk",
-        "detached",
-        "last_used",
-        "pins",
-        "position",
-        "queued",
-        "slots",
-        "visible",
-        "writing",
-    )
+    chunk: Chunk
+    position: int
+    kv_world_size: InitVar[int]
+    slots: array[int] = field(init=False)
+    writing: int = 0
+    pins: int = 0
+    last_used: int = 0
+    visible: bool = False
+    detached: bool = False
+    queued: bool = False
 
-    def __init__(self, chunk: Chunk, position: int, kv_world_size: int) -> None:
-        self.chunk = chunk
-        self.position = position
+    def __post_init__(self, kv_world_size: int) -> None:
         # An array and no list, since the garbage collector looks through every list.
         self.slots = array("q", [NO_SLOT]) * kv_world_size
-        self.writing = 0
-        self.pins = 0
-        self.last_used = 0
-        self.visible = False
-        self.detached = False
-        self.queued = False
 
     @property
     def is_gone(self) -> bool:
@@ -146,7 +139,6 @@ class Part:
 
     @property
     def sealed_shards(self) -> int:
-        """How many shards are complete."""
         return len(self.slots) - self.slots.count(NO_SLOT)
 
     @property

@@ -31,17 +31,6 @@ class Run:
     looked into in vain.
     """
 
-    __slots__ = (
-        "base",
-        "capacity",
-        "first",
-        "free",
-        "is_makeshift",
-        "not_before",
-        "slabs",
-        "slot_bytes",
-    )
-
     def __init__(
         self, first: int, slabs: int, slab_bytes: int, slot_bytes: int, *, is_makeshift: bool
     ) -> None:

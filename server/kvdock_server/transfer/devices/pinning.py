@@ -1,14 +1,15 @@
 """Registers the pool with CUDA, section by section, while the server already runs.
 
 Registered memory is pinned: it is copied at the speed of the link. Other memory goes through the
-driver's own buffers at a fraction of it. One call for all of a large pool would take seconds, fails
-beyond 512 GiB on some drivers, and could come only when all of the pool is faulted in. But no copy
-may cross the border between two sections, and each further section makes the driver slower at
-finding an address (a batch of 512 segments took 0.25 ms with one section, 0.5 ms with four). So
-sections are large, and the first copies of a server's life may go unpinned.
+driver's own buffers at a fraction of this speed. The pool is not registered in one call: for a
+large pool this takes seconds, fails beyond 512 GiB on some drivers, and would have to wait until
+the whole pool is faulted in. But no copy may cross the border between two sections. And each
+further section makes the driver slower at finding an address: a batch of 512 segments took 0.25 ms
+with one section, 0.5 ms with four. So sections are large, and the first copies of a server's life
+may go unpinned.
 
-If CUDA refuses (memlock, a container's quota), it is logged once with the numbers. What is not
-registered is copied unpinned.
+If CUDA refuses (memlock, a container's quota), this is logged once with the numbers, and the rest
+is copied unpinned.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class PinnedPool:
             self._thread.join()
 
     def covers(self, host: U64) -> npt.NDArray[np.bool_] | None:
-        """For each copy at host address ``host[i]`` whether it is pinned. None: all are."""
+        """For each host address, whether its section is pinned. None: all sections are."""
         if self._all_pinned:
             return None
         return np.asarray(self._is_pinned[np.searchsorted(self.borders, host, side="right")])

@@ -21,14 +21,14 @@ class CostModel(NamedTuple):
     least_segment_us: float
     """No segment takes less than this in all, however short it is."""
     apart_us: float
-    """Added to ``least_segment_us`` if regions lie in several allocations: the driver has to find the
-    allocation of each."""
+    """Added to ``least_segment_us`` if regions lie in several allocations, which the driver has to
+    find."""
     rectangle_us: float
     stage_segments_below: float
     """Blocks are staged if segments would reach less than this share of the link's rate."""
     stage_forwarded_below: float
-    """The same in a load that goes on to other devices: the thread that would queue the segments has
-    to queue the forwarding too."""
+    """The same in a load that goes on to other devices. The thread that queues segments has to
+    queue the forwarding too."""
     stage_rectangles_below: float
     """The same for rectangles, which cost the server next to no processor time."""
     stage_us: float

@@ -85,8 +85,8 @@ class GroupMemory:
     def check(self, allocation_bytes: Sequence[int]) -> None:
         """LayoutError unless every byte of every block lies inside its allocation.
 
-        ``allocation_bytes`` must have been compared with the driver's sizes: a copy outside of
-        mapped memory breaks the server's context for every engine.
+        ``allocation_bytes`` must not exceed the driver's sizes, whatever the worker says: a copy
+        outside of mapped memory breaks the server's context for every engine.
         """
         if self.num_blocks < 1 or self.blocks_per_chunk < 1 or not self.regions:
             raise LayoutError(

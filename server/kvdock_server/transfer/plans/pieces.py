@@ -19,10 +19,10 @@ PIECE_US = 1200.0
 """Microseconds that one piece of copy-engine work takes: 64 MiB of large segments."""
 
 STAGED_PIECE_BYTES = 256 << 20
-"""Bytes of one staged piece, and of one staging buffer. Two processes share a multiprocessor by time
-slices, so few large kernels cost an engine less than many small ones. Beside stores and loads
-without pause, the engine's step took longer than alone by these factors: with 32 MiB 1.38 (stores),
-with 128 MiB 1.20 and 1.34 (stores and loads), with 256 MiB 1.11 and 1.20."""
+"""Bytes of one staged piece, and of one staging buffer. Two processes share a multiprocessor by
+time slices, so few large kernels cost an engine less than many small ones. Beside stores without
+pause the engine's step took 1.38 times as long with 32 MiB, 1.20 times with 128 MiB, and 1.11 times
+with 256 MiB. Beside loads it took 1.34 times as long with 128 MiB, and 1.20 times with 256 MiB."""
 
 STAGING_BUFFERS = 2
 """For each direction of each device: the staging buffers, and so the most staged pieces under way.

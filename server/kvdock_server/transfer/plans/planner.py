@@ -63,7 +63,8 @@ class Planner:
             layout.num_blocks == 1 or self.regions.stride[0] == self.regions.nbytes[0]
         )
         self._are_apart = bool((self.regions.allocation != self.regions.allocation[0]).any())
-        self._grouping = cheapest_grouping(self.regions, self._costs_us(self.regions.nbytes))
+        costs_us = segment_costs_us(self.regions.nbytes, are_apart=self._are_apart)
+        self._grouping = cheapest_grouping(self.regions, costs_us)
         self._run_us = len(self.regions.device) * COST_MODEL.rectangle_us
         self._fits_staging = not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
 
@@ -124,9 +125,6 @@ class Planner:
         if rest.any():
             members = np.repeat(rest, lengths)
             yield from self._block_pieces(ids[members], hosts[members])
-
-    def _costs_us(self, nbytes: U64) -> npt.NDArray[np.float64]:
-        return segment_costs_us(nbytes, are_apart=self._are_apart)
 
     def _stage_blocks_below(self, forwarded: bool) -> float:
         """Share of the link's rate below which single blocks are staged."""
@@ -202,7 +200,8 @@ class Planner:
 
     def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
         segments = self._within_borders(_split(segments, MAX_OPERATION_BYTES))
-        for piece in _cut(segments.nbytes, self._costs_us(segments.nbytes)):
+        costs_us = segment_costs_us(segments.nbytes, are_apart=self._are_apart)
+        for piece in _cut(segments.nbytes, costs_us):
             yield segments.take(piece)
 
     def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[CopyPiece]:

@@ -14,8 +14,8 @@ from kvdock_server.transfer.plans.group_memory import GroupMemory
 from kvdock_server.transfer.plans.pieces import MAX_OPERATION_BYTES
 
 _STEPS = (1, 2)
-"""A strided group has each region from its first on, or every second one, since the distance between
-K and V of a layer may differ from the distance between layers."""
+"""A strided group has every region from its first on, or every second one: the distance between K
+and V of a layer may differ from the distance between layers."""
 
 
 class MergedRegions(NamedTuple):
