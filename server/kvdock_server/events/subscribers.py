@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from kvdock_server.events.event import Event
@@ -23,12 +24,12 @@ _PACE_SECONDS: Final = 0.005
 _LONGEST_PACE_SECONDS: Final = 0.05
 
 
+@dataclass(eq=False)
 class Subscriber:
     """One reader. It has every event up to ``cursor``, and has still to get ``snapshot``."""
 
-    def __init__(self, cursor: int, snapshot: list[Event] | None) -> None:
-        self.cursor = cursor
-        self.snapshot = snapshot
+    cursor: int
+    snapshot: list[Event] | None
 
 
 class Subscribers:

@@ -28,8 +28,6 @@ def longest_hit(namespace: Namespace, chunks: Sequence[Chunk]) -> int:
         for position, group in enumerate(groups)
         if group.kind is not GroupKind.FULL_ATTENTION
     ]
-    if not partial:
-        return hit
     runs = [_visible_runs(chunks[:hit], position) for position, _ in partial]
     while hit > 0 and any(
         run[hit - 1] < group.needed_chunks(hit, namespace.chunk_tokens)

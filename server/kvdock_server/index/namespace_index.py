@@ -14,11 +14,11 @@ from kvdock_server.index.namespace import Namespace
 ChunkT = TypeVar("ChunkT")
 
 
+@dataclass(eq=False)
 class Cursor(Generic[ChunkT]):
     """The chunk with which a walk through a namespace goes on; None at the end."""
 
-    def __init__(self, at: ChunkT | None) -> None:
-        self.at = at
+    at: ChunkT | None
 
 
 @dataclass

@@ -79,7 +79,8 @@ class Reclaimer:
             if self._backlog.step():
                 yield
                 continue
-            own = yield from self._first_of(self._policies_for(slot_bytes))
+            policies = [each for sizes, each in self._policies.items() if slot_bytes in sizes]
+            own = yield from self._first_of(policies)
             if own is None:
                 return (yield from self._take_from_others(slot_bytes, now))
             offset = yield from self._take_from_older(own, slot_bytes, now)
@@ -131,9 +132,6 @@ class Reclaimer:
     def _forget_empty_policies(self) -> None:
         self._policies = {sizes: policy for sizes, policy in self._policies.items() if len(policy)}
         self._policy_of.clear()
-
-    def _policies_for(self, slot_bytes: int) -> list[EvictionPolicy]:
-        return [policy for sizes, policy in self._policies.items() if slot_bytes in sizes]
 
     def _first_of(self, policies: Sequence[EvictionPolicy]) -> Steps[Part | None]:
         """The part to evict first, of those in any of the policies."""

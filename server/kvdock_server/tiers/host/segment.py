@@ -66,7 +66,7 @@ class Segment:
             self._map = mmap.mmap(self._fd, nbytes)
         except BaseException:
             new.unlink(missing_ok=True)
-            self.unlink()
+            self._path.unlink(missing_ok=True)
             raise
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -125,16 +125,15 @@ class Segment:
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked)
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
-    def unlink(self) -> None:
-        """Remove the segment's name. The clients' mappings stay valid."""
-        self._path.unlink(missing_ok=True)
-
     def stop(self) -> None:
-        """Stop faulting in, and remove the name. The mapping lives until the process ends."""
+        """Stop faulting in, and remove the segment's name.
+
+        The clients' mappings stay valid. This process's mapping lives until the process ends.
+        """
         self._stop.set()
         for thread in self._threads:
             thread.join()
-        self.unlink()
+        self._path.unlink(missing_ok=True)
 
     def _populate(self, offset: int, nbytes: int) -> None:
         """Back a range with memory. OSError if there is not enough memory; never SIGBUS."""

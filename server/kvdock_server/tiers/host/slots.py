@@ -98,7 +98,11 @@ class SlotAllocator:
             if first is None:
                 return None
             return self.start_run(first, self.window_slabs(slot_bytes), slot_bytes)
-        return self._take(partial)
+        run = next(iter(partial.values()))
+        offset = run.free.pop()
+        if not run.free:
+            del partial[run.first]
+        return offset
 
     def allocate_anywhere(self, size: int) -> int | None:
         """Offset of a slot in a new, makeshift run: in the free slabs that lose least.
@@ -210,13 +214,6 @@ class SlotAllocator:
 
     def _is_claimed(self, run: Run) -> bool:
         return bool(self._claimed) and not self._claimed.isdisjoint(run.all_slabs())
-
-    def _take(self, partial: dict[int, Run]) -> int:
-        run = next(iter(partial.values()))
-        offset = run.free.pop()
-        if not run.free:
-            del partial[run.first]
-        return offset
 
     def _free_window(self, slabs: int) -> int | None:
         wanted = b"\x01" * slabs

@@ -53,6 +53,10 @@ class _Copies:
         """Copy by copy, its numbers in the order of the columns."""
         return zip(*(column.tolist() for column in self._columns()), strict=True)
 
+    def take(self, index: slice | npt.NDArray[np.bool_]) -> Self:
+        """The copies that a slice or a mask selects."""
+        return type(self)(*(column[index] for column in self._columns()))
+
     def _columns(self) -> list[U64]:
         return [getattr(self, name) for name in self.__match_args__]
 
@@ -62,10 +66,6 @@ class Segments(_Copies):
     """Contiguous copies: ``nbytes`` between address ``device`` and address ``host``."""
 
     nbytes: U64
-
-    def take(self, index: slice | npt.NDArray[np.bool_]) -> Segments:
-        """The segments that a slice or a mask selects."""
-        return Segments(self.device[index], self.host[index], self.nbytes[index])
 
     @property
     def total_bytes(self) -> int:
@@ -83,12 +83,6 @@ class Rectangles(_Copies):
     height: U64
     device_pitch: U64
     host_pitch: U64
-
-    def take(self, index: slice | npt.NDArray[np.bool_]) -> Rectangles:
-        """The rectangles that a slice or a mask selects."""
-        sides = self.device[index], self.host[index]
-        pitches = self.device_pitch[index], self.host_pitch[index]
-        return Rectangles(*sides, self.width[index], self.height[index], *pitches)
 
     @property
     def total_bytes(self) -> int:
