@@ -1,6 +1,6 @@
 """Which part is evicted first when memory is wanted.
 
-A policy only orders parts. Which parts may be evicted at all, ``Part.is_evictable`` says. The index
+A policy only orders parts. ``Part.is_evictable`` says which parts may be evicted at all. The index
 tells the policy of each part that becomes evictable. It does not tell when a part ceases to be
 evictable, since that would cost every lookup. The policy finds out when the part's turn comes.
 """

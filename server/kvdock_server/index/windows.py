@@ -202,7 +202,7 @@ class Windows:
         return best
 
     def _rank_all(self, kind: _Kind) -> Steps[list[_Place]]:
-        """All places of a kind, each ranked by the first chunk of each run in it."""
+        """All places of a kind, each by the latest use of the chunks that begin its runs."""
         places: list[_Place] = []
         step = kind.slabs if kind.are_windows else 1
         for first in range(0, self._slots.slabs - kind.slabs + 1, step):
