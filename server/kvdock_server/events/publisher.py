@@ -12,16 +12,16 @@ the parts that are there now, in their order.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence, Set
 
 from kvdock_server.events import event, wire
 from kvdock_server.events.event import Event, Medium, RemovedPart, StoredPart
 from kvdock_server.events.log import Log
 from kvdock_server.events.subscribers import Subscribers
-from kvdock_server.index.chunk import Chunk, Part
+from kvdock_server.index.chunk import Chunk, NamespaceIndex, Part
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind
-from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.steps import Backlog, Steps
 
 
@@ -74,13 +74,13 @@ class Publisher:
         self.log = log
         self._backlog = backlog
         self.subscribers = Subscribers(log)
-        self._told: dict[NamespaceIndex[Chunk], _Told] = {}
+        self._told: defaultdict[NamespaceIndex, _Told] = defaultdict(_Told)
 
     def describe(self, outcomes: Sequence[ReserveStatus | Slot], data: Sequence[bytes]) -> None:
         """Note what a store tells of the chunks that it reserved: an encoded message for each."""
         for outcome, one in zip(outcomes, data, strict=True):
             if isinstance(outcome, Slot) and not outcome.part.is_gone:
-                self._of(outcome.part.chunk.space).data.setdefault(outcome.part, one)
+                self._told[outcome.part.chunk.space].data.setdefault(outcome.part, one)
 
     def snapshot(self, namespaces: Set[str] = frozenset()) -> list[Event]:
         """The events that announced the parts that can be found now, parents first."""
@@ -96,7 +96,7 @@ class Publisher:
 
     def stored(self, part: Part, medium: Medium = Medium.CPU) -> None:
         """A part became visible on a medium."""
-        told = self._of(part.chunk.space)
+        told = self._told[part.chunk.space]
         there = told.media[medium]
         before = _before(part)
         if before is not None:
@@ -137,7 +137,7 @@ class Publisher:
             if not siblings:
                 del there.waiting[before]
 
-    def cleared(self, space: NamespaceIndex[Chunk]) -> None:
+    def cleared(self, space: NamespaceIndex) -> None:
         """All parts of a namespace are invisible from now on, and leave the index one by one."""
         told = self._told.pop(space, None)
         if told is None:
@@ -164,12 +164,6 @@ class Publisher:
     def _append(self, new: Event) -> None:
         self.log.append(new)
         self.subscribers.wake()
-
-    def _of(self, space: NamespaceIndex[Chunk]) -> _Told:
-        told = self._told.get(space)
-        if told is None:
-            told = self._told[space] = _Told()
-        return told
 
 
 def _group(part: Part) -> Group:

@@ -1,4 +1,7 @@
-"""Chunks and their parts: plain records, kept small because a server holds a million of them."""
+"""Chunks, their parts, and the namespaces that hold them.
+
+Chunks and parts are plain records, kept small because a server holds a million of them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from typing import Final
 
-from kvdock_server.index.namespace import GroupKind
-from kvdock_server.index.namespace_index import Cursor, NamespaceIndex
+from kvdock_server.errors import invalid
+from kvdock_server.index.namespace import GroupKind, Namespace
 
 NO_SLOT: Final = -1
 
@@ -22,7 +25,7 @@ class Chunk:
 
     __slots__ = ("_next", "_previous", "first_child", "key", "parent", "parts", "space")
 
-    def __init__(self, space: NamespaceIndex[Chunk], key: bytes, parent: Chunk | None) -> None:
+    def __init__(self, space: NamespaceIndex, key: bytes, parent: Chunk | None) -> None:
         self.space = space
         self.key = key
         self.parent = parent
@@ -35,7 +38,7 @@ class Chunk:
         self._above.first_child = self
 
     @property
-    def _above(self) -> Chunk | NamespaceIndex[Chunk]:
+    def _above(self) -> Chunk | NamespaceIndex:
         return self.space if self.parent is None else self.parent
 
     @property
@@ -147,7 +150,66 @@ class Part:
         return not self.writing and self.sealed_shards == 0
 
 
-def all_chunks(space: NamespaceIndex[Chunk]) -> Generator[Chunk, None, None]:
+@dataclass(eq=False)
+class Cursor:
+    """The chunk with which a walk through a namespace goes on; None at the end."""
+
+    at: Chunk | None
+
+
+@dataclass
+class Usage:
+    """Memory of a namespace. Cleared chunks count until their memory is free."""
+
+    sealed_bytes: int = 0
+
+
+class NamespaceIndex:
+    """A registered namespace and its chunks, in the order in which they were first reserved.
+
+    ``first_child`` begins the linked list of the chunks that extend no other. If ``is_cleared``,
+    another NamespaceIndex has taken the place of this one, and the chunks here are being removed.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.chunks: dict[bytes, Chunk] = {}
+        self.first_child: Chunk | None = None
+        self.cursors: list[Cursor] = []
+        self.is_cleared = False
+        self.visible_parts = 0
+        self.usage = Usage()
+
+    @property
+    def sealed_bytes(self) -> int:
+        """Bytes of its sealed shards."""
+        return self.usage.sealed_bytes
+
+    def clear(self) -> NamespaceIndex:
+        """Mark this one as cleared; the empty one that takes its place."""
+        self.is_cleared = True
+        successor = NamespaceIndex(self.namespace)
+        successor.usage = self.usage
+        return successor
+
+    def shard_bytes(self, position: int, shard: int) -> int:
+        """Size of one shard; RequestError if there is no such shard, or its size is not known."""
+        group = self.namespace.groups[position]
+        if shard >= len(group.shard_bytes):
+            raise invalid(
+                f"kv_worker_id {shard}: namespace {self.namespace.name!r} has "
+                f"{len(group.shard_bytes)} shards"
+            )
+        size = group.shard_bytes[shard]
+        if not size:
+            raise invalid(
+                f"namespace {self.namespace.name!r}: the size of shard {shard} of group "
+                f"{group.group_idx} is not known: register the namespace with its shard_bytes"
+            )
+        return size
+
+
+def all_chunks(space: NamespaceIndex) -> Generator[Chunk, None, None]:
     """All chunks of a namespace, parents before children. Chunks may come and go meanwhile."""
     cursor = Cursor(space.first_child)
     space.cursors.append(cursor)

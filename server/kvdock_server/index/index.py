@@ -19,11 +19,10 @@ from itertools import islice, repeat, takewhile
 from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError
-from kvdock_server.index.chunk import NO_SLOT, Chunk, Part
+from kvdock_server.index.chunk import NO_SLOT, Chunk, NamespaceIndex, Part
 from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
 from kvdock_server.index.hits import longest_hit
 from kvdock_server.index.namespace import GroupKind, Namespace
-from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.index.reclaim import Reclaimer
 from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
@@ -68,7 +67,7 @@ class Watcher(Protocol):
     def removed(self, part: Part) -> None:
         """The part left the index, visible or not. Its namespace may have been cleared before."""
 
-    def cleared(self, space: NamespaceIndex[Chunk]) -> None:
+    def cleared(self, space: NamespaceIndex) -> None:
         """All parts of the namespace are invisible from now on, and leave the index one by one."""
 
 
@@ -105,14 +104,14 @@ class Index:
         self._slots = slots
         self._backlog = backlog
         self._reclaimer = Reclaimer(slots, backlog, self._evict, make_policy)
-        self._spaces: dict[str, NamespaceIndex[Chunk]] = {}
+        self._spaces: dict[str, NamespaceIndex] = {}
         self._pending: dict[Part, float] = {}
         self._now = 0
 
     # Namespaces
 
     @property
-    def spaces(self) -> Sequence[NamespaceIndex[Chunk]]:
+    def spaces(self) -> Sequence[NamespaceIndex]:
         """All namespaces, in the order of their registration."""
         return list(self._spaces.values())
 
@@ -136,7 +135,7 @@ class Index:
         space.namespace = space.namespace.merged(namespace)
         return False
 
-    def space(self, name: str) -> NamespaceIndex[Chunk]:
+    def space(self, name: str) -> NamespaceIndex:
         """The namespace of that name; RequestError (UNKNOWN_NAMESPACE) if there is none."""
         try:
             return self._spaces[name]
@@ -148,7 +147,7 @@ class Index:
 
     # Looking up
 
-    def find(self, space: NamespaceIndex[Chunk], keys: Sequence[bytes]) -> list[HitSpan]:
+    def find(self, space: NamespaceIndex, keys: Sequence[bytes]) -> list[HitSpan]:
         """The hit of a prompt with these chunks: a span for each group; empty on a miss."""
         known = []
         get = space.chunks.get
@@ -180,7 +179,7 @@ class Index:
             for part in span.parts[-1:] if only_last else span.parts:
                 part.last_used = self._now
 
-    def part(self, space: NamespaceIndex[Chunk], position: int, key: bytes) -> Part | None:
+    def part(self, space: NamespaceIndex, position: int, key: bytes) -> Part | None:
         """A visible part, or None."""
         chunk = space.chunks.get(key)
         part = chunk.parts[position] if chunk else None
@@ -210,7 +209,7 @@ class Index:
 
     def reserve(
         self,
-        space: NamespaceIndex[Chunk],
+        space: NamespaceIndex,
         position: int,
         shard: int,
         parent_key: bytes,
@@ -240,7 +239,7 @@ class Index:
 
     def _reserve(
         self,
-        space: NamespaceIndex[Chunk],
+        space: NamespaceIndex,
         position: int,
         shard: int,
         size: int,
@@ -389,7 +388,7 @@ class Index:
             yield
         return parts, nbytes
 
-    def clear(self, *spaces: NamespaceIndex[Chunk]) -> int:
+    def clear(self, *spaces: NamespaceIndex) -> int:
         """Make all parts of namespaces invisible; how many were visible.
 
         Empty namespaces take their places. The backlog frees the memory.
@@ -403,7 +402,7 @@ class Index:
         self._backlog.add(self._remove_all(spaces))
         return visible
 
-    def _remove_all(self, cleared: Sequence[NamespaceIndex[Chunk]]) -> Steps[None]:
+    def _remove_all(self, cleared: Sequence[NamespaceIndex]) -> Steps[None]:
         for space in cleared:
             while space.chunks:
                 _, chunk = space.chunks.popitem()
