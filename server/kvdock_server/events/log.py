@@ -56,7 +56,10 @@ class Log:
             self._drop_first()
 
     def read(self, after: int, most: int, most_bytes: int) -> Sequence[Event] | None:
-        """Events after number ``after``, at least one if there are any; None if compacted."""
+        """The events after number ``after``; None if some of them are compacted.
+
+        At most ``most`` events and ``most_bytes``, but at least one event if there are any.
+        """
         if after < self.oldest:
             return None
         begin = after - self._cut

@@ -91,7 +91,7 @@ class Reclaimer:
             yield
 
     def _take_from_older(self, own: Part, slot_bytes: int, now: int) -> Steps[int | None]:
-        """A slot without evicting ``own``: ways 1 to 4."""
+        """A slot by ways 1 to 4. ``own`` is the first of the own size."""
         offset = yield from self._windows.empty_window(slot_bytes, own.last_used, now)
         if offset is None:
             offset = self._slots.allocate_anywhere(slot_bytes)
@@ -103,7 +103,7 @@ class Reclaimer:
         return offset
 
     def _take_from_others(self, slot_bytes: int, now: int) -> Steps[int | None]:
-        """A slot where no part of this size may be evicted: ways 1, 2 and 6."""
+        """A slot by ways 1, 2 and 6: no part of the own size may be evicted."""
         first = yield from self._first_of(list(self._policies.values()))
         half_time = (first.last_used + now) // 2 if first is not None else 0
         offset = yield from self._windows.empty_window(slot_bytes, half_time, now)

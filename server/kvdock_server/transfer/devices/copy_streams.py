@@ -77,7 +77,7 @@ class CopyStreams:
     def start(self, piece: CopyPiece, kernel: GatherKernel | None) -> int:
         """Queue a piece; its ticket. ``kernel`` is the group's, needed for scattered blocks.
 
-        CudaError if the piece cannot be queued. Then nothing is under way any more.
+        CudaError if the piece cannot be queued. Then no copy of the piece is under way.
         """
         try:
             ticket = self._start(piece, kernel)

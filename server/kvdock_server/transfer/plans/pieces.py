@@ -1,4 +1,4 @@
-"""Pieces: the parts of a transfer, which a lane carries out one by one. Pure.
+"""Pieces of a transfer, which a lane carries out one by one. Pure.
 
 A piece is bounded in time and bytes. So the next piece never waits long, and a cancelled transfer
 ends soon.
@@ -25,8 +25,7 @@ pause the engine's step took 1.38 times as long with 32 MiB, 1.20 times with 128
 with 256 MiB. Beside loads it took 1.34 times as long with 128 MiB, and 1.20 times with 256 MiB."""
 
 STAGING_BUFFERS = 2
-"""For each direction of each device: the staging buffers, and so the most staged pieces under way.
-"""
+"""Staging buffers for each direction of each device: the most staged pieces under way."""
 
 MAX_STAGED_BLOCKS = 1 << 16
 """Most blocks in one staged piece."""
