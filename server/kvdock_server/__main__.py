@@ -18,11 +18,12 @@ from kvdock_server.tiers.host.memory_limits import PoolError
 _USAGE_ERROR = 2
 
 # A copy thread that wants the interpreter waits this long at most while the event loop computes.
-# Python's default of 5 ms is a third of a gigabyte on the link, which then stands still.
+# Meanwhile the link is idle: with Python's default of 5 ms, for a third of a gigabyte each time.
 _SWITCH_SECONDS = 0.0005
 
-# Calls leave cycles behind, which die young. What lives long, index and event log, has none, and is
-# millions of objects: looking through them all stops the loop for 0.2 s a million, to find nothing.
+# Calls leave cycles behind, which die young. The index and the event log live long, have no cycles,
+# and are millions of objects. To look through them stops the loop for 0.2 s a million objects, and
+# finds nothing.
 _COLLECT_AFTER = (10_000, 5, 10_000)
 
 

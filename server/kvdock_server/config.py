@@ -1,7 +1,7 @@
-"""What a server can be told, and the three places it can be told in.
+"""The settings of a server, and the three places where they can be given.
 
-A flag wins over an environment variable, that over the configuration file, that over the default.
-Each field of ``Config`` is one setting under one name: ``chunk_tokens`` is ``--chunk-tokens``,
+A flag wins over an environment variable, a variable over the configuration file, the file over the
+default. Each field of ``Config`` is one setting: ``chunk_tokens`` is ``--chunk-tokens``,
 ``KVDOCK_CHUNK_TOKENS`` and the key ``chunk_tokens`` of the file.
 """
 
@@ -11,15 +11,17 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvdock.address import default_socket_path
 from kvdock_server import __version__
 from kvdock_server.index.namespace import MAX_CHUNK_TOKENS
+
+T = TypeVar("T")
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
@@ -40,39 +42,35 @@ def parse_bytes(text: str) -> int:
     return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("at least 1")
-    return value
+def _checked(
+    parse: Callable[[str], T], allowed: Callable[[T], bool], rule: str
+) -> Callable[[str], T]:
+    """A parser that raises ValueError with the rule for values that are not allowed."""
+
+    def parsed(text: str) -> T:
+        value = parse(text)
+        if not allowed(value):
+            raise ValueError(rule)
+        return value
+
+    return parsed
 
 
-def _chunk_tokens(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= MAX_CHUNK_TOKENS:
-        raise ValueError(f"from 1 to {MAX_CHUNK_TOKENS}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError("at least 0")
-    return value
-
-
-def _memory(text: str) -> int:
-    value = parse_bytes(text)
-    if not MIN_MEMORY_BYTES <= value < MAX_MEMORY_BYTES:
-        raise ValueError("at least 1MiB and less than 8EiB")
-    return value
-
-
-def _size(text: str) -> int:
-    value = parse_bytes(text)
-    if 0 < value < MIN_MEMORY_BYTES:
-        raise ValueError("0, or at least 1MiB")
-    return value
+_LEVELS = ("debug", "info", "warning", "error")
+_level = _checked(str, lambda name: name in _LEVELS, "debug, info, warning or error")
+_positive = _checked(int, lambda count: count >= 1, "at least 1")
+_chunk_tokens = _checked(
+    int, lambda tokens: 1 <= tokens <= MAX_CHUNK_TOKENS, f"from 1 to {MAX_CHUNK_TOKENS}"
+)
+_seconds = _checked(float, lambda seconds: 0 <= seconds < float("inf"), "at least 0")
+_memory = _checked(
+    parse_bytes,
+    lambda nbytes: MIN_MEMORY_BYTES <= nbytes < MAX_MEMORY_BYTES,
+    "at least 1MiB and less than 8EiB",
+)
+_size = _checked(
+    parse_bytes, lambda nbytes: not 0 < nbytes < MIN_MEMORY_BYTES, "0, or at least 1MiB"
+)
 
 
 def _host_port(text: str) -> str:
@@ -110,12 +108,7 @@ class Config:
     drain_seconds: float = _setting(
         10.0, _seconds, "N", "how long SIGTERM waits for copies under way (10)"
     )
-    log_level: str = _setting(
-        "info",
-        str,
-        "LEVEL",
-        "debug, info, warning or error (info)",
-    )
+    log_level: str = _setting("info", _level, "LEVEL", "debug, info, warning or error (info)")
 
     @property
     def address(self) -> str:
@@ -160,10 +153,7 @@ def load(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
             except ValueError as error:
                 raise ConfigError(f"{source} {given}: {error}") from None
             break
-    config = Config(**values)
-    if config.log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"log_level {config.log_level!r}: debug, info, warning or error")
-    return config
+    return Config(**values)
 
 
 def _read(file: str) -> dict[str, Any]:

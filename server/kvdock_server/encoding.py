@@ -1,9 +1,8 @@
 """Protobuf messages put together from encoded pieces.
 
-For messages with large fields: protobuf copies such a field twice and into fresh memory each time,
-which takes a hundred times as long as joining the pieces. A message's encoding is that of its
-fields one after another, in any order; a field whose value has a length is a tag, the length and
-the value.
+For messages with large fields. Protobuf copies such a field twice, into fresh memory each time,
+which takes a hundred times as long as joining the pieces. A message is encoded as its fields one
+after another, in any order. A field whose value has a length is a tag, the length and the value.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def tag(message: type[Message], field: str) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """A length as it stands before a value."""
+    """The encoding of a length."""
     encoded = bytearray()
     while value >= 0x80:
         encoded.append(value & 0x7F | 0x80)

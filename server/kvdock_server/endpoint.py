@@ -1,4 +1,4 @@
-"""The address a server listens on, and making sure that it is the only one there."""
+"""The address that a server listens on, kept from other servers and other users."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import fcntl
 import os
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvdock.address import Address, ownership_fault
@@ -16,65 +18,33 @@ class EndpointError(Exception):
     """The address cannot be used. The message says why and what to do."""
 
 
-class UnixEndpoint:
-    """A Unix socket that only its owner can reach.
-
-    A lock file beside the socket tells a live server from a socket left behind; it stays when the
-    server goes, since removing it would let two servers hold a lock each.
-    """
-
-    def __init__(self, path: Path, target: str) -> None:
-        """Claim the path; EndpointError if another server has it or the folder is not safe.
-
-        Nothing is made beside something that is no socket.
-        """
-        self.path = path
-        self.target = target
-        try:
-            _refuse_what_is_no_socket(path)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _refuse_foreign_folder(path.parent)
-            self._lock = _lock(path)
-            try:
-                # It may have come meanwhile.
-                _refuse_what_is_no_socket(path)
-                path.unlink(missing_ok=True)
-            except BaseException:
-                os.close(self._lock)
-                raise
-        except OSError as error:
-            raise EndpointError(f"socket {path} cannot be made: {error}") from None
-
-    def close(self) -> None:
-        """Remove the socket."""
-        self.path.unlink(missing_ok=True)
-        os.close(self._lock)
+@contextmanager
+def claimed(address: Address) -> Iterator[None]:
+    """Within it no other server listens on the address; EndpointError if that cannot be."""
+    if address.socket_path is None:
+        refuse_taken("listen", address.target)
+        yield
+        return
+    lock = _claim_socket(address.socket_path)
+    try:
+        yield
+    finally:
+        address.socket_path.unlink(missing_ok=True)
+        os.close(lock)
 
 
-class TcpEndpoint:
-    """A TCP address."""
-
-    def __init__(self, target: str) -> None:
-        """EndpointError if it is taken. So it is known before anything else is made."""
-        refuse_taken("listen", target)
-        self.target = target
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-Endpoint = UnixEndpoint | TcpEndpoint
-
-
-def claim(address: Address) -> Endpoint:
-    """The endpoint for an address; EndpointError if it cannot be had."""
-    if address.socket_path is not None:
-        return UnixEndpoint(address.socket_path, address.target)
-    return TcpEndpoint(address.target)
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Within it the whole process makes files of mode 0600. For gRPC, which asks for no mode."""
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def refuse_taken(setting: str, host_port: str) -> None:
-    """EndpointError if somebody listens there. What else is wrong, whoever listens finds out."""
+    """EndpointError if somebody listens at HOST:PORT. Nothing else that is wrong is found here."""
     host, _, port = host_port.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -93,8 +63,34 @@ def refuse_taken(setting: str, host_port: str) -> None:
                 ) from None
 
 
+def _claim_socket(path: Path) -> int:
+    """Remove a socket that was left behind; the descriptor of the socket's lock.
+
+    EndpointError if another server has the path, or the folder is not safe. Then nothing was made
+    beside something that is no socket.
+    """
+    try:
+        _refuse_what_is_no_socket(path)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_foreign_folder(path.parent)
+        lock = _lock(path)
+        try:
+            _refuse_what_is_no_socket(path)  # something may have come meanwhile
+            path.unlink(missing_ok=True)
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
+    except OSError as error:
+        raise EndpointError(f"socket {path} cannot be made: {error}") from None
+
+
 def _lock(path: Path) -> int:
-    """Descriptor of the locked file beside the socket; EndpointError if another server has it."""
+    """Descriptor of the locked file beside the socket; EndpointError if another server has it.
+
+    The lock tells a live server from a socket that was left behind. The file is never removed: two
+    servers could then hold a lock each.
+    """
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     lock = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
     try:
@@ -118,7 +114,7 @@ def _refuse_what_is_no_socket(path: Path) -> None:
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
-    """A per-user folder in /tmp that somebody else made could lead clients to their server."""
+    """Another user who made this user's folder in /tmp could lead clients to their own server."""
     fault = ownership_fault(folder, {0, os.getuid()})
     if fault is not None:
         raise EndpointError(

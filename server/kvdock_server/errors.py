@@ -1,4 +1,4 @@
-"""Errors of the domain. The rpc layer turns them into gRPC status codes and details."""
+"""Errors of requests. ``rpc/`` turns them into gRPC status codes and details."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Code(Enum):
-    """The gRPC status codes that the domain uses, by their numbers."""
+    """The gRPC status codes that the server uses, by their numbers."""
 
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
@@ -45,12 +45,11 @@ class Reason(Enum):
 
     @property
     def code(self) -> Code:
-        """The status code that goes with the reason."""
         return self.value[0]
 
 
 class RequestError(Exception):
-    """A request that cannot be served as it is. It changed nothing.
+    """A request that cannot be served as it is. The request has changed nothing.
 
     The message tells what happened, which value, and what to do.
     """
@@ -62,5 +61,5 @@ class RequestError(Exception):
 
 
 def invalid(message: str) -> RequestError:
-    """A field out of its limits."""
+    """The error for a field out of its limits."""
     return RequestError(Reason.INVALID_ARGUMENT_VALUE, message)

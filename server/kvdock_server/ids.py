@@ -10,9 +10,9 @@ _BITS = 53
 
 
 def new_id(taken: Container[int] = ()) -> int:
-    """A random number from 1 to 2^53 - 1 that is not ``taken``.
+    """A number from 1 to 2^53 - 1 that is not ``taken``.
 
-    Random, so that an id of an earlier epoch is unknown instead of somebody else's.
+    It is random, so that an id of an earlier epoch is unknown instead of somebody else's.
     """
     while True:
         made = secrets.randbits(_BITS)

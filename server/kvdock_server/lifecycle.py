@@ -9,7 +9,7 @@ import signal
 from kvdock.address import parse
 from kvdock_server.config import Config
 from kvdock_server.core import Core
-from kvdock_server.endpoint import claim, refuse_taken
+from kvdock_server.endpoint import claimed, private_files, refuse_taken
 from kvdock_server.events.log import Limits
 from kvdock_server.metrics import MetricsEndpoint
 from kvdock_server.rpc.server import Server
@@ -17,13 +17,12 @@ from kvdock_server.service.turns import in_turns
 from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.tiers.host.segment import reclaim_stale_segments
 from kvdock_server.transfer import GpuTransfers
-from kvdock_server.umask import private_files
 
 logger = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
 _DRAIN_POLL_SECONDS = 0.02
-# Calls that are left when draining is over are ended after this.
+# Calls that are still open after draining are ended after this time.
 _GRACE_SECONDS = 0.2
 
 
@@ -35,8 +34,7 @@ async def run(config: Config) -> None:
     loop = asyncio.get_running_loop()
     stop = _stop_signal(loop)
     address = parse(config.address)
-    endpoint = claim(address)
-    try:
+    with claimed(address):
         if config.metrics_listen:
             refuse_taken("metrics_listen", config.metrics_listen)
         for name in reclaim_stale_segments():
@@ -54,7 +52,7 @@ async def run(config: Config) -> None:
             server = Server(core, pool, transfers, config.chunk_tokens)
             metrics = MetricsEndpoint(core, pool, loop, config.metrics_listen)
             with private_files():
-                await server.start(endpoint.target)
+                await server.start(address.target)
             logger.info(
                 "serving at %s (pool %.2f GiB, chunks of %d tokens)",
                 address,
@@ -80,8 +78,6 @@ async def run(config: Config) -> None:
             await loop.run_in_executor(None, metrics.close)
         finally:
             pool.stop()
-    finally:
-        endpoint.close()
 
 
 async def _sweep(core: Core) -> None:
@@ -98,10 +94,10 @@ async def _sweep(core: Core) -> None:
 
 
 async def _tidy(core: Core) -> None:
-    """Carry out what calls leave behind, as soon as they do."""
+    """Carry out what calls leave to the backlog, as soon as they do."""
     something = asyncio.Event()
     core.backlog.has_come = something.set
-    something.set()  # something may have come already
+    something.set()  # the backlog may have work already
     while True:
         await something.wait()
         something.clear()
@@ -120,7 +116,7 @@ def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
 
 
 async def _drain(core: Core, server: Server, seconds: float) -> None:
-    """Take nothing new, and wait until the copies under way are done."""
+    """Take no new work, and wait until the copies under way are done."""
     core.draining = True
     await server.refuse_new_work()
     logger.info("draining: %d sessions, %d leases", len(core.sessions), len(core.leases))

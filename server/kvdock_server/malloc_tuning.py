@@ -16,7 +16,7 @@ def keep_freed_memory() -> None:
 
     By default glibc maps every block of more than 128 KiB anew, and returns the end of the heap to
     the system at once. Each message of a byte stream then costs hundreds of page faults, which took
-    two thirds of the stream's rate. Does nothing where the C library has no such settings.
+    two thirds of the stream's rate. Does nothing if the C library has no such settings.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,7 +1,7 @@
 """Prometheus metrics over HTTP, on a port that is off by default.
 
-Nothing is counted twice: a scrape reads what the server keeps anyway. It comes on a thread of the
-HTTP server's, but the state belongs to the event loop, so the reading is done there.
+Nothing is counted for metrics alone: a scrape reads what the server keeps anyway. The scrape comes
+on a thread of the HTTP server. The state belongs to the event loop, so it is read there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from prometheus_client import (
-    CollectorRegistry,
-    ProcessCollector,
-    start_http_server,
-)
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -26,7 +22,7 @@ from kvdock_server.tiers.host.pool import Pool
 
 logger = logging.getLogger(__name__)
 
-# A loop that is busy for longer has worse trouble than a scrape that fails.
+# A scrape fails if the event loop does not answer in this time.
 _READ_SECONDS: Final = 5.0
 
 
@@ -63,7 +59,7 @@ class MetricsEndpoint:
 
 
 def _connection_broke(request: object, client_address: object) -> None:
-    """In the place of a traceback on stderr. It was the client's mostly: a reset, for one."""
+    """Log a line instead of a traceback on stderr: mostly the client has closed or reset it."""
     logger.info("a connection from %s to the metrics broke: %r", client_address, sys.exception())
 
 
@@ -74,7 +70,7 @@ class _Collector(Collector):
         self._loop = loop
 
     def describe(self) -> Sequence[Metric]:
-        # Without this the registry would collect once at registration, on the loop itself.
+        # Without this method the registry would collect at registration, on the event loop itself.
         return []
 
     def collect(self) -> Sequence[Metric]:

@@ -1,8 +1,7 @@
-"""Work in steps, so that whoever carries it out can serve others in between.
+"""Work in steps, so that other calls can be served between two steps.
 
-Steps are a generator. It yields after a fraction of a millisecond's work, where others may have
-their turn. Whatever it knew before a yield may have changed after it. If it is closed before its
-end, it undoes what it has to.
+Steps are a generator, which yields after each fraction of a millisecond's work. After a yield
+nothing may be as it was before. A generator that is closed before its end undoes what it has to.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _FIRST_STEPS: Final = 8
 
 
 def at_once(steps: Steps[T]) -> T:
-    """Carry out all steps with nothing in between; their result."""
+    """Carry out all steps with nothing between them; their result."""
     while True:
         try:
             next(steps)
@@ -28,9 +27,9 @@ def at_once(steps: Steps[T]) -> T:
 
 
 class Backlog:
-    """What is left to do for calls that were answered. All of it goes on in turn.
+    """Work that is left to do for calls that were answered. All of it goes on in turn.
 
-    ``has_come`` is called when something is left.
+    ``has_come`` is called when work is added.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class Backlog:
         return len(self._waiting)
 
     def add(self, steps: Steps[None]) -> None:
-        """Do the first steps of something, and leave the rest to the backlog."""
+        """Carry out the first steps at once, and keep the rest."""
         for _ in range(_FIRST_STEPS):
             try:
                 next(steps)
@@ -51,7 +50,7 @@ class Backlog:
         self.has_come()
 
     def step(self) -> bool:
-        """Carry out one step; False if nothing is left."""
+        """Carry out one step; False if no work is left."""
         while self._waiting:
             steps = self._waiting.popleft()
             try:
@@ -63,6 +62,6 @@ class Backlog:
         return False
 
     def all_steps(self) -> Steps[None]:
-        """Everything that is left."""
+        """All work that is left, and what is added meanwhile."""
         while self.step():
             yield

@@ -113,7 +113,7 @@ def test_what_waited_in_vain_is_removed_in_silence() -> None:
     first, second = reserve(core, prompt(1, 2))
     core.seal(second)
     core.index.abort(first)
-    core.index.evict(None)
+    at_once(core.evict_in_steps(0))
     assert core.index.sealed_bytes == 0
     assert events_of(core) == []
 
@@ -135,7 +135,7 @@ def test_removal_tells_the_hashes_that_were_announced() -> None:
         core.seal(slot)
         if read_before:
             events_of(core)
-        core.index.evict(None)
+        at_once(core.evict_in_steps(0))
         gone = events_of(core)[-1].removed
         assert (gone.key, list(gone.block_hashes)) == (key(1), [key(1)])
 
@@ -161,7 +161,7 @@ def test_groups_are_apart_and_evicting_one_leaves_the_other() -> None:
     for group_idx in (1, 0):
         (slot,) = reserve(core, prompt(1), group_idx=group_idx)
         core.seal(slot)
-    core.index.evict(1)
+    at_once(core.evict_in_steps(1))
     events = events_of(core)
     assert [event.stored.group_idx for event in events[:2]] == [1, 0]
     assert [event.stored.window_tokens for event in events[:2]] == [20, 0]
@@ -173,7 +173,7 @@ def test_absent_group_is_not_group_0() -> None:
         core = make_core(full(group_idx))
         (slot,) = reserve(core, prompt(1), **({} if group_idx is None else {"group_idx": 0}))
         core.seal(slot)
-        core.index.evict(None)
+        at_once(core.evict_in_steps(0))
         stored, removed = events_of(core)
         assert stored.stored.HasField("group_idx") == (group_idx is not None)
         assert removed.removed.HasField("group_idx") == (group_idx is not None)
@@ -198,7 +198,7 @@ def test_each_medium_is_announced_for_itself() -> None:
         event.stored.data for event in events_of(core)[:2]
     ]
 
-    core.index.evict(None)
+    at_once(core.evict_in_steps(0))
     gone = events_of(core, 4)
     assert told(gone) == [("removed", one) for one in reversed(prompt(1, 2))]
     assert {event.removed.medium for event in gone} == {pb.MEDIUM_CPU}
@@ -239,7 +239,7 @@ def test_messages_are_what_protobuf_would_write() -> None:
     core = make_core(full(0))
     for slot in reserve(core, prompt(1, 2), group_idx=0):
         core.seal(slot)
-    core.index.evict(None)
+    at_once(core.evict_in_steps(0))
     assert core.events is not None
     events = core.events.log.read(0, 100, 1 << 20)
     assert events is not None
@@ -263,7 +263,7 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
             for slot in slots[1:]:
                 core.seal(slot)
             core.index.abort(slots[0])
-        core.index.evict(None)
+        at_once(core.evict_in_steps(0))
         (state,) = core.events._told.values()
         assert state.data == {}
         for there in state.media.values():
@@ -279,7 +279,7 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
         )
         assert isinstance(slot, Slot)
         core.seal(slot)
-        core.index.evict(None)
+        at_once(core.evict_in_steps(0))
     assert len(core.events._told) <= _MAX_NAMESPACES
 
 
@@ -330,7 +330,7 @@ class EventsMachine(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(1, 3 * PAGE_BYTES))
     def evict(self, nbytes: int) -> None:
-        self.core.index.evict(nbytes)
+        at_once(self.core.evict_in_steps(nbytes))
 
     @rule()
     def clear(self) -> None:

@@ -14,7 +14,7 @@ from kvdock_server.core import Core
 from kvdock_server.events import wire
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.index.chunk import Part
-from kvdock_server.tiers.host.slots import SlotAllocator
+from kvdock_server.tiers.host.slots import Run, SlotAllocator
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,20 @@ def state_of(core: Core, slots: SlotAllocator, events: EventReader | None = None
             slots.ready_bytes,
             index.sealed_bytes,
             index.reserved_bytes,
-            frozenset(slots.stats().used.items()),
+            frozenset(
+                Counter(run.slot_bytes for run in runs_of(slots) for _ in run.used()).items()
+            ),
         ),
         announced=events.catch_up() if events else frozenset(),
         counters=frozenset((+Counter(vars(core.counters) | vars(index.totals))).items()),
         idle=core.is_idle,
     )
+
+
+def runs_of(slots: SlotAllocator) -> list[Run]:
+    """All runs of slots, while none is claimed."""
+    runs = [run for slab in range(slots.slabs) for run in slots.runs_in(slab, 1) or ()]
+    return list(dict.fromkeys(runs))
 
 
 def parts_of(core: Core) -> frozenset[PartState]:

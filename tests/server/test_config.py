@@ -52,7 +52,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
         (["--memory", "1KiB"], {}, "--memory 1KiB: at least 1MiB"),
         ([], {"KVDOCK_CHUNK_TOKENS": "0"}, "KVDOCK_CHUNK_TOKENS 0: from 1 to 65536"),
         (["--drain-seconds", "inf"], {}, "--drain-seconds inf: at least 0"),
-        (["--log-level", "loud"], {}, "'loud'"),
+        (["--log-level", "loud"], {}, "--log-level loud"),
         (["--config", "/nowhere.toml"], {}, "/nowhere.toml"),
     ],
 )

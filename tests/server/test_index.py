@@ -201,12 +201,12 @@ def test_what_is_locked_is_never_evicted() -> None:
     assert hit(core, prompt(1, 2, 3, 4)) == 3
 
 
-def test_eviction_may_be_done_in_turns() -> None:
+def test_no_more_is_evicted_than_is_asked_for() -> None:
     core = make_core(8)
     store(core, prompt(1, 2, 3, 4, 5))
-    assert core.index.evict(None, turns=3) == (3, 3 * PAGE_BYTES)
-    assert core.index.evict(PAGE_BYTES, turns=3) == (1, PAGE_BYTES)
-    assert core.index.evict(None, turns=3) == (1, PAGE_BYTES)
+    assert at_once(core.evict_in_steps(2 * PAGE_BYTES + 1)) == (3, 3 * PAGE_BYTES)
+    assert at_once(core.evict_in_steps(PAGE_BYTES)) == (1, PAGE_BYTES)
+    assert at_once(core.evict_in_steps(3 * PAGE_BYTES)) == (1, PAGE_BYTES)
 
 
 def test_an_idle_size_makes_room_for_a_busy_one_and_little_is_lost_on_the_way() -> None:
@@ -266,7 +266,7 @@ def test_parts_that_were_used_are_in_their_order_too() -> None:
     order = []
     while (part := policy.first()) is not None:
         order.append(part.chunk.key)
-        core.index.evict(1)
+        at_once(core.evict_in_steps(1))
     assert order == [key(number) for number in (0, *reversed(range(1, 40)))]
 
 
@@ -294,7 +294,7 @@ def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:
     (policy,) = core.index._reclaimer._policies.values()
     assert isinstance(policy, LeastRecentlyUsed)
     assert len(policy._heap) < 3 * 64
-    assert core.index.evict(None) == (64 * 40, 64 * 40 * PAGE_BYTES)
+    assert at_once(core.evict_in_steps(0)) == (64 * 40, 64 * 40 * PAGE_BYTES)
 
 
 def test_locks_of_readers_are_apart_and_freeing_twice_frees_once() -> None:
@@ -309,7 +309,7 @@ def test_locks_of_readers_are_apart_and_freeing_twice_frees_once() -> None:
     assert lease.locks == 2
     # The other reader's locks keep the memory in place.
     assert core.index.pinned_parts == 2
-    assert core.index.evict(None) == (0, 0)
+    assert at_once(core.evict_in_steps(0)) == (0, 0)
     assert core.free_locks(second, everything) == [2]
     assert core.free_locks(owner, everything) == [0]
     assert core.index.pinned_parts == 0
@@ -453,7 +453,7 @@ def test_chunks_that_leave_are_not_kept_in_memory_by_cycles(way: str) -> None:
             assert all(isinstance(outcome, Slot) for outcome in other_size(core, 8))
         clock.now += 61
         core.sweep()
-        core.index.evict(None)
+        at_once(core.evict_in_steps(0))
         del found, writing, slot
         space = core.index.space("n")
         alive = [thing for thing in gc.get_objects() if type(thing) is Chunk]
@@ -496,7 +496,7 @@ def test_evicting_a_full_attention_part_takes_the_window_part_with_it() -> None:
     core = make_core(4, full(PAGE_BYTES, group_idx=0), window(17, PAGE_BYTES, group_idx=1))
     store(core, prompt(1, 2), group_idx=0)
     store(core, prompt(1, 2), group_idx=1)
-    core.index.evict(None)
+    at_once(core.evict_in_steps(0))
     assert core.index.sealed_bytes == 0
     assert not core.index.space("n").chunks
 
@@ -686,7 +686,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(1, 4 * PAGE_BYTES))
     def evict(self, nbytes: int) -> None:
-        self.core.index.evict(nbytes)
+        at_once(self.core.evict_in_steps(nbytes))
 
     @rule()
     def clear(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from hypothesis.stateful import (
     rule,
 )
 from reference_model import Model
-from server_state import EventReader, parts_of, state_of
+from server_state import EventReader, parts_of, runs_of, state_of
 
 from kvdock.v1 import types_pb2
 from kvdock_server.core import Core, LeaseRange, LockedShards, LockRange, Role, Session
@@ -212,10 +213,10 @@ class ServerMachine(RuleBasedStateMachine):
         assert self.core.is_idle
         assert not len(self.core.sessions)
         assert not len(self.core.leases)
-        self.evict(None, None)
+        self.evict(0)
         self.all_is_as_the_model_says()
         assert not self.model.state().chunks
-        assert self.slots.stats().free_slabs * SLAB == self.slots.ready_bytes
+        assert not runs_of(self.slots)
 
     # What the rules have in common
 
@@ -270,7 +271,9 @@ class ServerMachine(RuleBasedStateMachine):
         keys = keys[skip:]
         is_telling = self.steps % 4  # events of it; each call tells something else
         told = [b"%d, %d" % (self.steps, shard) + key for key in keys] if is_telling else []
-        free_before = self.slots.stats().free
+        free_before = Counter[int]()
+        for run in runs_of(self.slots):
+            free_before[run.slot_bytes] += len(run.free)
         evicted_before = self.model.counters["evicted_parts"]
         outcomes = self.attempt(
             self.model.refuses_reserve(model, namespace, group_idx, shard),
@@ -293,7 +296,7 @@ class ServerMachine(RuleBasedStateMachine):
         assert slots.keys() == modelled.keys()
         if self.model.counters["evicted_parts"] > evicted_before:
             nbytes = NAMESPACES[namespace].groups[position].shard_bytes[shard]
-            free = free_before.get(reference_model.slot_bytes(nbytes), 0)
+            free = free_before[reference_model.slot_bytes(nbytes)]
             assert len(slots) + answers.count(ReserveStatus.NO_SPACE) > free, "there was room"
         return {index: Writing(slot, modelled[index]) for index, slot in slots.items()}
 
@@ -411,11 +414,11 @@ class ServerMachine(RuleBasedStateMachine):
         self.model.ready_bytes += slabs * SLAB
 
     @seldom
-    @rule(nbytes=st.sampled_from([None, 1, 8 * PAGE_BYTES]), turns=st.sampled_from([None, 1, 3]))
-    def evict(self, nbytes: int | None, turns: int | None) -> None:
-        dropped = self.core.index.evict(nbytes, turns=turns)
+    @rule(nbytes=st.sampled_from([0, 1, 2 * PAGE_BYTES, 8 * PAGE_BYTES]))
+    def evict(self, nbytes: int) -> None:
+        dropped = at_once(self.core.evict_in_steps(nbytes))
         assert dropped == self.model.evict(self.model.missing(parts_of(self.core)))
-        if turns is None and (nbytes is None or dropped[1] < nbytes):
+        if not nbytes or dropped[1] < nbytes:
             assert not any(map(self.model.may_go, self.model.parts.values()))
 
     @seldom

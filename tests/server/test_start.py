@@ -186,7 +186,7 @@ def test_a_starting_server_never_loses_its_segment_to_another_ones_reclaiming() 
                 print(repr(error))
                 continue
             lost += not Path(f"/dev/shm{segment.shm_name}").exists()
-            segment.unlink()
+            segment.stop()
             os.close(segment._fd)
         print(made, lost)
         assert lost == 0

@@ -161,7 +161,7 @@ def test_a_parent_that_is_evicted_during_reserve_gets_no_child() -> None:
     longer = keys_of(1, MANY + 1)
     reserving = core.reserve_in_steps(None, "n", None, 0, b"", longer)
     go(reserving, MANY)  # all that is there was seen
-    core.index.evict(None)
+    at_once(core.evict_in_steps(0))
     assert at_once(reserving) == [ReserveStatus.EXISTS] * MANY + [ReserveStatus.PARENT_MISSING]
     assert_all_is_free(core)
 
@@ -232,7 +232,7 @@ def test_chunks_are_listed_while_others_come_and_go() -> None:
     for number, chunk in enumerate(walk):
         listed.append(chunk.key)
         if number % 10 == 0:
-            core.index.evict(PAGE_BYTES)
+            at_once(core.evict_in_steps(PAGE_BYTES))
             store(core, keys_of(100 + number, 1))
     assert len(set(listed)) == len(listed)
     assert set(listed) >= set(space.chunks) - {keys_of(100 + n, 1)[0] for n in range(MANY)}
@@ -384,7 +384,7 @@ class Crowd:
         self.under_way.append(self.evict(self.random.randrange(1, 16) * PAGE_BYTES))
 
     def evict(self, nbytes: int) -> Steps[None]:
-        yield from self.core.index.evict_in_steps(nbytes)
+        yield from self.core.evict_in_steps(nbytes)
 
     def clear(self) -> None:
         self.core.clear(self.random.choice(["n", "large", ""]))

@@ -16,9 +16,8 @@ from typing import Final, TypeVar
 
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.ids import new_id
-from kvdock_server.index.chunk import Chunk
+from kvdock_server.index.chunk import NamespaceIndex
 from kvdock_server.index.index import HitSpan, Index
-from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.steps import Steps
 
 _CHUNKS_A_STEP: Final = 512
@@ -48,7 +47,7 @@ class Lease:
     """
 
     lease_id: int
-    space: NamespaceIndex[Chunk]
+    space: NamespaceIndex
     owner: int | None
     engine_id: str | None
     expires_at: float | None
@@ -81,7 +80,7 @@ class LeaseTable:
 
     def grant(
         self,
-        space: NamespaceIndex[Chunk],
+        space: NamespaceIndex,
         spans: Sequence[HitSpan],
         readers: int,
         *,

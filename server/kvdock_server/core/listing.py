@@ -6,8 +6,7 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 
-from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, all_chunks
-from kvdock_server.index.namespace_index import NamespaceIndex
+from kvdock_server.index.chunk import NO_SLOT, NamespaceIndex, Part, all_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class ListedPart:
     visible: bool
 
 
-def list_parts(space: NamespaceIndex[Chunk]) -> Generator[list[ListedPart] | None, None, None]:
+def list_parts(space: NamespaceIndex) -> Generator[list[ListedPart] | None, None, None]:
     """The parts of each chunk in turn, while others come and go. Close it if it is not at its end.
 
     None, and nothing after it, if all was cleared meanwhile.
@@ -36,7 +35,7 @@ def list_parts(space: NamespaceIndex[Chunk]) -> Generator[list[ListedPart] | Non
             yield [_listed(space, part) for part in chunk.parts if part is not None]
 
 
-def _listed(space: NamespaceIndex[Chunk], part: Part) -> ListedPart:
+def _listed(space: NamespaceIndex, part: Part) -> ListedPart:
     group = space.namespace.groups[part.position]
     sizes = zip(group.shard_bytes, part.slots, strict=True)
     return ListedPart(

@@ -1,1 +1,1 @@
-"""The log of what became cached and what ceased to be, and who reads it."""
+"""The log of KV events, and its readers."""

@@ -1,9 +1,8 @@
 """One event: what happened to one part, or to a whole namespace.
 
-An event is made when it happens and encoded when the first reader wants it, so that a server whose
-log nobody reads pays next to nothing. The encoding then takes the place of what it was made from.
-The event by which a part was announced also stands for that part in snapshots: what is known of a
-part is kept once, in the log and beyond it.
+An event is encoded when the first reader wants it. So a log that nobody reads costs next to
+nothing. The encoding then takes the place of ``content``. The event that announced a part also
+stands for the part in snapshots, so that what a store told of the part is kept once.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Final, NamedTuple
 
 from kvdock_server.index.namespace import Group
 
-# What an event takes beside the data that its store told, generously: the object, its numbers and
-# keys, its place in the log, and what the encoding adds.
+# Upper bound of the memory of an event beside its ``data``: the object, its numbers and keys, its
+# place in the log, and what the encoding adds.
 _OVERHEAD_BYTES: Final = 640
 
 
@@ -45,10 +44,10 @@ class RemovedPart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """``content`` None: everything of the namespace is gone, in every group and on every medium.
+    """``content`` is None if the whole namespace was cleared, in every group and on every medium.
 
-    ``number`` and ``unix_ms`` are given by the log. ``wire`` is the encoded event, from when it was
-    first wanted; ``content`` is None then as well.
+    The log sets ``number`` and ``unix_ms``. ``wire`` is the encoded event, once it was wanted. From
+    then on ``content`` is None in any case.
     """
 
     namespace: str
@@ -62,12 +61,12 @@ class Event:
 
 
 def stored(namespace: str, medium: Medium, part: StoredPart) -> Event:
-    """A part can be found there from now on."""
+    """A part can be found on a medium from now on."""
     return Event(namespace, part.group, medium, part, _OVERHEAD_BYTES + len(part.data))
 
 
 def removed(namespace: str, medium: Medium, part: RemovedPart) -> Event:
-    """A part is gone from there. The event that announced it lives as long as this one."""
+    """A part is gone from a medium. The event that announced it lives as long as this one."""
     return Event(namespace, part.group, medium, part, _OVERHEAD_BYTES + part.announced.nbytes)
 
 

@@ -1,8 +1,8 @@
 """The log: the last events in order, numbered from 1, as many as its limits allow.
 
-Readers keep their place themselves, as the number of the last event they have, and ask for what
-comes after it. So appending costs the same whoever reads, and a reader that falls behind the limits
-finds out when it asks: what it wanted is compacted.
+A reader keeps the number of the last event that it has, and asks for the events after this number.
+So appending costs the same however many read. A reader that falls behind the limits is told so when
+it asks: the events that it wants are compacted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Limits:
 class Log:
     """The log of one epoch.
 
-    ``last`` is the number of the last event, 0 if nothing happened yet. ``oldest`` is the oldest
-    place from which a reader can go on: all later events are here.
+    ``last`` is the number of the last event, 0 if there was none yet. All events after ``oldest``
+    are here, so a reader can go on from there or later.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -37,8 +37,8 @@ class Log:
         self.nbytes = 0
         self.last = 0
         self.oldest = 0
-        # Event number n is at n - 1 - _cut. Those up to oldest are None until it is worth cutting
-        # them off.
+        # Event number n is at n - 1 - _cut. Events up to ``oldest`` are None until they are many
+        # enough to be cut off.
         self._events: list[Event | None] = []
         self._cut = 0
 
@@ -46,7 +46,7 @@ class Log:
         return self.last - self.oldest
 
     def append(self, event: Event) -> None:
-        """Number an event and put it at the end; the first ones go if there is no room."""
+        """Number an event and put it at the end; the first events go if there is no room."""
         self.last = event.number = self.last + 1
         event.unix_ms = time.time_ns() // 1_000_000
         self._events.append(event)
@@ -56,7 +56,10 @@ class Log:
             self._drop_first()
 
     def read(self, after: int, most: int, most_bytes: int) -> Sequence[Event] | None:
-        """The events after that number, at least one if there are any; None if compacted."""
+        """The events after number ``after``; None if some of them are compacted.
+
+        At most ``most`` events and ``most_bytes``, but at least one event if there are any.
+        """
         if after < self.oldest:
             return None
         begin = after - self._cut

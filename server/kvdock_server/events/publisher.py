@@ -1,54 +1,50 @@
-"""From what happens in the index to events.
+"""Turns what happens in the index into events.
 
-Announced is what a lookup could find: a part of a full-attention group once it and all parts before
-it are visible, so that a reader never has to keep a child whose parent it does not know. A part
-whose parent is late (another rank, another session) waits for it here. Parts of other groups need
-no parent and are announced when they become visible. Each medium is announced for itself.
+A part of a full-attention group is announced once it and all parts before it are visible. So a
+reader never gets a child whose parent it does not know. A part whose parent is late (another rank,
+another session) waits here. Parts of other groups need no parent, and are announced when they
+become visible. A part is announced on each medium for itself.
 
-The index removes no full-attention part that has something under it, except by clearing all; so
-what is announced stays a forest, and the order of announcing has parents before children at any
-time. That makes a snapshot: the events that announced what is there now, in their order.
+The index removes no full-attention part that has children, except by clearing a namespace. So among
+the announced parts, parents always come before children. A snapshot is the events that announced
+the parts that are there now, in their order.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence, Set
 
 from kvdock_server.events import event, wire
 from kvdock_server.events.event import Event, Medium, RemovedPart, StoredPart
 from kvdock_server.events.log import Log
 from kvdock_server.events.subscribers import Subscribers
-from kvdock_server.index.chunk import Chunk, Part
+from kvdock_server.index.chunk import Chunk, NamespaceIndex, Part
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind
-from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.steps import Backlog, Steps
 
 
 class _OnMedium:
     """What is known of one namespace's parts on one medium."""
 
-    __slots__ = ("announced", "waiting")
-
     def __init__(self) -> None:
         self.announced: dict[Part, Event] = {}
-        # Visible parts of a full-attention group, by the part that must be announced before them:
-        # named by chunk and position, since it may be stored anew meanwhile.
+        # Visible parts of a full-attention group, by the part that must be announced before them.
+        # A key is that part's chunk and position, since the part may be stored anew meanwhile.
         self.waiting: dict[tuple[Chunk, int], dict[Part, None]] = {}
 
 
 class _Told:
     """What is known of one namespace's parts."""
 
-    __slots__ = ("data", "media")
-
     def __init__(self) -> None:
         self.media = {medium: _OnMedium() for medium in Medium}
-        # What was told of parts in the pool that are announced nowhere yet.
+        # What stores told of parts in the pool that are announced nowhere yet.
         self.data: dict[Part, bytes] = {}
 
     def data_of(self, part: Part) -> bytes:
-        """What was told of a part that is to be announced, perhaps on a second medium."""
+        """What a store told of a part that is to be announced, perhaps on a second medium."""
         if (data := self.data.pop(part, None)) is not None:
             return data
         for there in self.media.values():
@@ -57,7 +53,7 @@ class _Told:
         return b""
 
     def forget_all(self) -> Steps[None]:
-        """Forget all, bit by bit."""
+        """Forget everything."""
         for there in self.media.values():
             while there.announced:
                 there.announced.popitem()
@@ -71,23 +67,23 @@ class _Told:
 
 
 class Publisher:
-    """Watches an index and appends to the log what readers are to know."""
+    """Watches an index, and appends events to the log."""
 
     def __init__(self, epoch: int, log: Log, backlog: Backlog) -> None:
         self.epoch = epoch
         self.log = log
         self._backlog = backlog
         self.subscribers = Subscribers(log)
-        self._told: dict[NamespaceIndex[Chunk], _Told] = {}
+        self._told: defaultdict[NamespaceIndex, _Told] = defaultdict(_Told)
 
     def describe(self, outcomes: Sequence[ReserveStatus | Slot], data: Sequence[bytes]) -> None:
-        """Note what a store tells about the chunks that it reserved, one encoded message each."""
+        """Note what a store tells of the chunks that it reserved: an encoded message for each."""
         for outcome, one in zip(outcomes, data, strict=True):
             if isinstance(outcome, Slot) and not outcome.part.is_gone:
-                self._of(outcome.part.chunk.space).data.setdefault(outcome.part, one)
+                self._told[outcome.part.chunk.space].data.setdefault(outcome.part, one)
 
     def snapshot(self, namespaces: Set[str] = frozenset()) -> list[Event]:
-        """The events by which all that can be found now was announced, parents first."""
+        """The events that announced the parts that can be found now, parents first."""
         return [
             announced
             for space, told in self._told.items()
@@ -96,11 +92,11 @@ class Publisher:
             for announced in there.announced.values()
         ]
 
-    # What the index tells of the pool
+    # The index calls these for the pool.
 
     def stored(self, part: Part, medium: Medium = Medium.CPU) -> None:
-        """A part became visible there."""
-        told = self._of(part.chunk.space)
+        """A part became visible on a medium."""
+        told = self._told[part.chunk.space]
         there = told.media[medium]
         before = _before(part)
         if before is not None:
@@ -119,7 +115,7 @@ class Publisher:
                 ready.append(child)
 
     def removed(self, part: Part, medium: Medium = Medium.CPU) -> None:
-        """A part is gone from there, visible or not."""
+        """A part is gone from a medium, visible or not."""
         space = part.chunk.space
         if space.is_cleared:
             return
@@ -141,7 +137,7 @@ class Publisher:
             if not siblings:
                 del there.waiting[before]
 
-    def cleared(self, space: NamespaceIndex[Chunk]) -> None:
+    def cleared(self, space: NamespaceIndex) -> None:
         """All parts of a namespace are invisible from now on, and leave the index one by one."""
         told = self._told.pop(space, None)
         if told is None:
@@ -168,12 +164,6 @@ class Publisher:
     def _append(self, new: Event) -> None:
         self.log.append(new)
         self.subscribers.wake()
-
-    def _of(self, space: NamespaceIndex[Chunk]) -> _Told:
-        told = self._told.get(space)
-        if told is None:
-            told = self._told[space] = _Told()
-        return told
 
 
 def _group(part: Part) -> Group:

@@ -1,19 +1,20 @@
 """Readers of the log, each at its own pace.
 
-A subscriber is a place in the log and nothing else: publishing wakes those who wait and goes on. A
-reader that stops reading costs its transport's window and no more; once the log has moved past it,
-so has everything that was kept for it.
+A subscriber is a place in the log and nothing else. Publishing wakes the readers that wait, and
+goes on. A reader that stops reading costs its transport's window and no more. Once the log has
+moved past it, nothing is kept for it.
 
-Each message to each reader costs the one loop that also serves stores. So what happens is shown to
-them at once after a quiet time, and otherwise every ``_PACE_SECONDS`` for each reader there is. All
-that happened meanwhile comes in one message, the same for all who keep up, and however many they
-are they never take more than a small, constant share of the loop.
+Each message to each reader takes time of the loop that also serves stores. So events are shown to
+readers at once only after a quiet time, and otherwise every ``_PACE_SECONDS`` times the number of
+readers. All events of that time come in one message, the same for all readers that keep up. So
+readers take only a small, constant share of the loop, however many they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from kvdock_server.events.event import Event
@@ -23,16 +24,16 @@ _PACE_SECONDS: Final = 0.005
 _LONGEST_PACE_SECONDS: Final = 0.05
 
 
+@dataclass(eq=False)
 class Subscriber:
-    """One reader. It has every event up to ``cursor``, and those in ``snapshot`` still to come."""
+    """One reader. It has every event up to ``cursor``, and has still to get ``snapshot``."""
 
-    def __init__(self, cursor: int, snapshot: list[Event] | None) -> None:
-        self.cursor = cursor
-        self.snapshot = snapshot
+    cursor: int
+    snapshot: list[Event] | None
 
 
 class Subscribers:
-    """All readers of one log. What they may read ends at ``shown``, an event's number."""
+    """All readers of one log. They may read events up to number ``shown``."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
@@ -53,18 +54,17 @@ class Subscribers:
         return max((self.log.last - member.cursor for member in self._members), default=0)
 
     def join(self, cursor: int, snapshot: list[Event] | None = None) -> Subscriber:
-        """A new reader. All that there is is shown."""
+        """A new reader. All events so far are shown."""
         self.shown = self.log.last
         member = Subscriber(cursor, snapshot)
         self._members.add(member)
         return member
 
     def leave(self, member: Subscriber) -> None:
-        """The reader is gone."""
         self._members.discard(member)
 
     def wake(self) -> None:
-        """Something happened."""
+        """An event was appended."""
         if self._members and self._timer is None:
             loop = asyncio.get_running_loop()
             if loop.time() < self._not_before:
@@ -73,9 +73,9 @@ class Subscribers:
                 self._timer = loop.call_soon(self._show)
 
     async def news(self, cursor: int, seconds: float) -> bool:
-        """Wait until something is shown after that place, at most so long; False if nothing is.
+        """Wait until an event after ``cursor`` is shown, or ``seconds``, or until the server stops.
 
-        Also ends, with False, when the server stops.
+        False if no event is shown.
         """
         if self.shown <= cursor and not self.closed:
             turn = asyncio.get_running_loop().create_future()
@@ -87,13 +87,13 @@ class Subscribers:
         return self.shown > cursor
 
     def drop_hopeless(self) -> None:
-        """Let go of snapshots whose readers will be told that they are compacted."""
+        """Drop the snapshots of readers that will be cut off, since their place is compacted."""
         for member in self._members:
             if member.cursor < self.log.oldest:
                 member.snapshot = None
 
     def close(self) -> None:
-        """Let every reader have the rest, and end."""
+        """Show every reader the rest of the log. Readers end then."""
         self.closed = True
         self._show()
 
@@ -108,7 +108,7 @@ class Subscribers:
         self._wake_next(iter(turns))
 
     def _wake_next(self, turns: Iterator[asyncio.Future[None]]) -> None:
-        """Wake them one by one, with a round of the loop between them for other calls."""
+        """Wake readers one by one, with a round of the loop between two for other calls."""
         turn = next(turns, None)
         if turn is None:
             return

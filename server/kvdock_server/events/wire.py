@@ -1,9 +1,8 @@
-"""Events as the protocol has them.
+"""Events in the protocol's encoding.
 
-A message to a reader is put together from events that were encoded before, once for all readers and
-for snapshots too, and an event from what its store told, which came encoded. This is what protobuf
-itself would write: the fields of a message one after another, each of them a tag, a length and the
-encoded value.
+An event is encoded once, for all readers and for snapshots. It contains what its store told, as it
+came. A message to a reader is joined from encoded events (encoding.py), and is the same as protobuf
+would write.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from kvdock_server.index.namespace import GroupKind
 
 _BATCH: Final = tag(pb.StreamKVEventsResponse, "batch")
 _SNAPSHOT: Final = tag(pb.StreamKVEventsResponse, "snapshot")
+_PROGRESS: Final = tag(pb.StreamKVEventsResponse, "progress")
+_COMPACTED: Final = tag(pb.StreamKVEventsResponse, "compacted")
 _BATCH_EVENT: Final = tag(pb.EventBatch, "events")
 _SNAPSHOT_EVENT: Final = tag(pb.SnapshotPiece, "stored")
 _STORED: Final = tag(pb.Event, "stored")
@@ -29,36 +30,29 @@ _STORED_DATA: Final = tag(pb.BlockStored, "data")
 def batch(epoch: int, cursor: int, unix_ms: int, events: Sequence[Event]) -> bytes:
     """A StreamKVEventsResponse with these events."""
     body = pb.EventBatch(unix_ms=unix_ms).SerializeToString() + _repeated(_BATCH_EVENT, events)
-    return _response(epoch, cursor) + _BATCH + varint(len(body)) + body
+    return _response(epoch, cursor, _BATCH, body)
 
 
 def snapshot(epoch: int, cursor: int, events: Sequence[Event], *, last: bool) -> bytes:
     """A StreamKVEventsResponse with a piece of a snapshot."""
     body = _repeated(_SNAPSHOT_EVENT, events) + pb.SnapshotPiece(last=last).SerializeToString()
-    return _response(epoch, cursor) + _SNAPSHOT + varint(len(body)) + body
+    return _response(epoch, cursor, _SNAPSHOT, body)
 
 
 def progress(epoch: int, cursor: int) -> bytes:
-    """A StreamKVEventsResponse that says that nothing happened."""
-    response = pb.StreamKVEventsResponse(
-        cursor=pb.Cursor(epoch=epoch, sequence=cursor), progress=pb.Progress()
-    )
-    return response.SerializeToString()
+    """A StreamKVEventsResponse that tells the cursor only."""
+    return _response(epoch, cursor, _PROGRESS, pb.Progress().SerializeToString())
 
 
 def compacted(epoch: int, cursor: int, oldest: int) -> bytes:
     """A StreamKVEventsResponse that ends a stream whose reader is too far behind."""
-    response = pb.StreamKVEventsResponse(
-        cursor=pb.Cursor(epoch=epoch, sequence=cursor),
-        compacted=pb.Compacted(oldest=pb.Cursor(epoch=epoch, sequence=oldest)),
-    )
-    return response.SerializeToString()
+    body = pb.Compacted(oldest=pb.Cursor(epoch=epoch, sequence=oldest)).SerializeToString()
+    return _response(epoch, cursor, _COMPACTED, body)
 
 
-def _response(epoch: int, cursor: int) -> bytes:
-    return pb.StreamKVEventsResponse(
-        cursor=pb.Cursor(epoch=epoch, sequence=cursor)
-    ).SerializeToString()
+def _response(epoch: int, cursor: int, field: bytes, body: bytes) -> bytes:
+    place = pb.StreamKVEventsResponse(cursor=pb.Cursor(epoch=epoch, sequence=cursor))
+    return place.SerializeToString() + field + varint(len(body)) + body
 
 
 def _repeated(prefix: bytes, events: Sequence[Event]) -> bytes:
@@ -66,7 +60,7 @@ def _repeated(prefix: bytes, events: Sequence[Event]) -> bytes:
 
 
 def _encode(event: Event) -> bytes:
-    """The event's length and encoding, which stay with it."""
+    """The event's length and encoding, which the event keeps."""
     medium = event.medium or 0
     match event.content:
         case StoredPart(key, parent_key, group, data):
@@ -99,7 +93,7 @@ def _namespace(name: str) -> bytes:
 
 @lru_cache(1_024)
 def _stored_where(medium: int, group_idx: int | None, kind: GroupKind, window_tokens: int) -> bytes:
-    """What is the same for all parts of a group on one medium."""
+    """The fields that are the same for all parts of a group on one medium."""
     return pb.BlockStored(
         medium=pb.Medium.ValueType(medium),
         group_idx=group_idx,

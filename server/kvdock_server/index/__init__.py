@@ -1,1 +1,1 @@
-"""Namespaces, chunks, leases and eviction: pure Python without I/O, testable alone."""
+"""Namespaces, chunks, hits and eviction: pure Python without I/O, testable alone."""

@@ -1,13 +1,17 @@
-"""Chunks and their parts: plain records, made small since a server holds a million of them."""
+"""Chunks, their parts, and the namespaces that hold them.
+
+Chunks and parts are plain records, kept small because a server holds a million of them.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import InitVar, dataclass, field
 from typing import Final
 
-from kvdock_server.index.namespace import GroupKind
-from kvdock_server.index.namespace_index import Cursor, NamespaceIndex
+from kvdock_server.errors import invalid
+from kvdock_server.index.namespace import GroupKind, Namespace
 
 NO_SLOT: Final = -1
 
@@ -15,12 +19,13 @@ NO_SLOT: Final = -1
 class Chunk:
     """A run of tokens under one key. It stays known while it has parts or children.
 
-    Children are linked to one another: a set of them in every chunk would double the index.
+    The children of a chunk are a linked list, from ``first_child`` on. A set in every chunk would
+    double the memory of the index.
     """
 
     __slots__ = ("_next", "_previous", "first_child", "key", "parent", "parts", "space")
 
-    def __init__(self, space: NamespaceIndex[Chunk], key: bytes, parent: Chunk | None) -> None:
+    def __init__(self, space: NamespaceIndex, key: bytes, parent: Chunk | None) -> None:
         self.space = space
         self.key = key
         self.parent = parent
@@ -33,28 +38,23 @@ class Chunk:
         self._above.first_child = self
 
     @property
-    def _above(self) -> Chunk | NamespaceIndex[Chunk]:
+    def _above(self) -> Chunk | NamespaceIndex:
         return self.space if self.parent is None else self.parent
 
     @property
     def is_known(self) -> bool:
-        """True if it is in the index."""
+        """True if the index has this chunk."""
         return not self.space.is_cleared and self.space.chunks.get(self.key) is self
 
     @property
     def in_use(self) -> bool:
-        """True if somebody reads or writes a part of it."""
+        """True if somebody reads or writes one of its parts."""
         return any(part is not None and (part.pins or part.writing) for part in self.parts)
 
     @property
     def last_used(self) -> int:
-        """The last use of any of its parts; 0 if it has none."""
+        """The latest use of any of its parts; 0 if it has none."""
         return max((part.last_used for part in self.parts if part is not None), default=0)
-
-    @property
-    def has_children(self) -> bool:
-        """True if a known chunk extends this one."""
-        return self.first_child is not None
 
     def children(self) -> Iterator[Chunk]:
         """The known chunks that extend this one."""
@@ -64,7 +64,10 @@ class Chunk:
             child = child._next
 
     def next_in_tree(self, *, skip_children: bool = False) -> Chunk | None:
-        """The chunk that follows it where parents come before children; None after the last one."""
+        """The next chunk of the namespace, parents before children; None after the last one.
+
+        ``skip_children``: leave out all that extends this chunk.
+        """
         if self.first_child is not None and not skip_children:
             return self.first_child
         chunk: Chunk | None = self
@@ -88,42 +91,34 @@ class Chunk:
         self._previous = self._next = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Part:
     """One group's share of a chunk: the unit of visibility, locking and eviction.
 
-    ``slots`` has the pool offset of each sealed shard, NO_SLOT for the others; ``writing`` has a
-    bit for each shard that is being written. ``pins`` counts what keeps the memory in place: the
-    leases that lock it and the copies under way. A detached part was removed from the index while
-    pinned or written to; its memory goes with the last pin or writer.
+    ``slots`` has the pool offset of each sealed shard, and NO_SLOT for the others. ``writing`` has
+    a bit for each shard that is being written. ``pins`` counts what keeps the memory in place: the
+    leases that lock the part, and the copies under way. A ``detached`` part has left the index; its
+    memory is freed with its last pin or writer. ``queued``: an eviction policy has the part.
     """
 
-    __slots__ = (
-        "chunk",
-        "detached",
-        "last_used",
-        "pins",
-        "position",
-        "queued",
-        "slots",
-        "visible",
-        "writing",
-    )
+    chunk: Chunk
+    position: int
+    kv_world_size: InitVar[int]
+    slots: array[int] = field(init=False)
+    writing: int = 0
+    pins: int = 0
+    last_used: int = 0
+    visible: bool = False
+    detached: bool = False
+    queued: bool = False
 
-    def __init__(self, chunk: Chunk, position: int, kv_world_size: int) -> None:
-        self.chunk = chunk
-        self.position = position
-        # No list: the garbage collector would look through all of them.
+    def __post_init__(self, kv_world_size: int) -> None:
+        # An array and no list, since the garbage collector looks through every list.
         self.slots = array("q", [NO_SLOT]) * kv_world_size
-        self.writing = 0
-        self.pins = 0
-        self.last_used = 0
-        self.visible = False
-        self.detached = False
-        self.queued = False
 
     @property
     def is_gone(self) -> bool:
-        """True if it left the index, or its namespace was cleared."""
+        """True if the part has left the index, or its namespace was cleared."""
         return self.detached or self.chunk.space.is_cleared
 
     @property
@@ -134,7 +129,7 @@ class Part:
 
     @property
     def is_evictable(self) -> bool:
-        """True if it may be evicted: nobody uses it, and it is no prefix of what is known."""
+        """True if nobody uses the part, and no known chunk needs it as its prefix."""
         if not self.visible or self.pins or self.chunk.space.is_cleared:
             return False
         if not self.is_full_attention:
@@ -147,7 +142,6 @@ class Part:
 
     @property
     def sealed_shards(self) -> int:
-        """How many shards are complete."""
         return len(self.slots) - self.slots.count(NO_SLOT)
 
     @property
@@ -156,8 +150,67 @@ class Part:
         return not self.writing and self.sealed_shards == 0
 
 
-def all_chunks(space: NamespaceIndex[Chunk]) -> Generator[Chunk, None, None]:
-    """All chunks of a namespace, parents before children. Others may come and go meanwhile."""
+@dataclass(eq=False)
+class Cursor:
+    """The chunk with which a walk through a namespace goes on; None at the end."""
+
+    at: Chunk | None
+
+
+@dataclass
+class Usage:
+    """Memory of a namespace. Cleared chunks count until their memory is free."""
+
+    sealed_bytes: int = 0
+
+
+class NamespaceIndex:
+    """A registered namespace and its chunks, in the order in which they were first reserved.
+
+    ``first_child`` begins the linked list of the chunks that extend no other. If ``is_cleared``,
+    another NamespaceIndex has taken the place of this one, and the chunks here are being removed.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.chunks: dict[bytes, Chunk] = {}
+        self.first_child: Chunk | None = None
+        self.cursors: list[Cursor] = []
+        self.is_cleared = False
+        self.visible_parts = 0
+        self.usage = Usage()
+
+    @property
+    def sealed_bytes(self) -> int:
+        """Bytes of its sealed shards."""
+        return self.usage.sealed_bytes
+
+    def clear(self) -> NamespaceIndex:
+        """Mark this one as cleared; the empty one that takes its place."""
+        self.is_cleared = True
+        successor = NamespaceIndex(self.namespace)
+        successor.usage = self.usage
+        return successor
+
+    def shard_bytes(self, position: int, shard: int) -> int:
+        """Size of one shard; RequestError if there is no such shard, or its size is not known."""
+        group = self.namespace.groups[position]
+        if shard >= len(group.shard_bytes):
+            raise invalid(
+                f"kv_worker_id {shard}: namespace {self.namespace.name!r} has "
+                f"{len(group.shard_bytes)} shards"
+            )
+        size = group.shard_bytes[shard]
+        if not size:
+            raise invalid(
+                f"namespace {self.namespace.name!r}: the size of shard {shard} of group "
+                f"{group.group_idx} is not known: register the namespace with its shard_bytes"
+            )
+        return size
+
+
+def all_chunks(space: NamespaceIndex) -> Generator[Chunk, None, None]:
+    """All chunks of a namespace, parents before children. Chunks may come and go meanwhile."""
     cursor = Cursor(space.first_child)
     space.cursors.append(cursor)
     try:
@@ -169,9 +222,10 @@ def all_chunks(space: NamespaceIndex[Chunk]) -> Generator[Chunk, None, None]:
 
 
 def with_descendants(roots: Iterable[Chunk]) -> Iterator[Chunk]:
-    """The chunks and all that extend them, each once; with one root, parents before children.
+    """The chunks ``roots`` and all that extend them, each once.
 
-    It goes no further than it is asked to: a chunk may have all others of its namespace below it.
+    With one root, parents come before children. Lazy, since a chunk may have all others of its
+    namespace below it.
     """
     found: set[Chunk] = set()
     waiting = [iter(roots)]

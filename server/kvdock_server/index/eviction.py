@@ -1,9 +1,8 @@
-"""Which part goes first when memory is wanted.
+"""Which part is evicted first when memory is wanted.
 
-A policy only orders; the index decides what may go at all (never what is pinned or still being
-written, never a prefix before what extends it) and tells the policy of each part that becomes
-evictable. A part that ceases to be evictable is not taken out: that would cost every lookup. It is
-found out when its turn comes.
+A policy only orders parts. ``Part.is_evictable`` says which parts may be evicted at all. The index
+tells the policy of each part that becomes evictable. It does not tell when a part ceases to be
+evictable, since that would cost every lookup. The policy finds out when the part's turn comes.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many parts it knows."""
+        """How many parts the policy has, those that have left the index included."""
 
     @abstractmethod
     def add(self, part: Part) -> None:
-        """Take in a part that may be evicted from now on. It may be known already."""
+        """Take in a part that may be evicted from now on. The policy may have it already."""
 
     @abstractmethod
     def discard(self, part: Part) -> None:
@@ -34,19 +33,18 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def settle(self, looks: int) -> bool:
-        """Find out, with so many looks, which part is first; False if it takes more of them."""
+        """Find out which part is first, with ``looks`` looks at parts; False if it takes more."""
 
     @abstractmethod
     def first(self) -> Part | None:
-        """The part to evict first; None if none may be evicted. At once where it is settled."""
+        """The part to evict first; None if none may be evicted. Fast once ``settle`` was True."""
 
 
-MakePolicy: TypeAlias = Callable[[Callable[[Part], bool]], EvictionPolicy]
-"""Makes a policy, given what tells whether a part may be evicted."""
+MakePolicy: TypeAlias = Callable[[], EvictionPolicy]
 
 _Entry: TypeAlias = tuple[int, int, Part]
 
-# What each change of the order does besides, so that nothing is left for when memory is wanted.
+# Each change of the order does this much tidying, so that none is left when memory is wanted.
 _LOOKS_A_CHANGE: Final = 2
 _MOVES_A_CHANGE: Final = 4
 _LOOKS_A_TURN: Final = 1_000
@@ -55,15 +53,15 @@ _LOOKS_A_TURN: Final = 1_000
 class LeastRecentlyUsed(EvictionPolicy):
     """The part whose last use lies furthest back goes first.
 
-    A heap by ``Part.last_used`` as it was when the part was added; a part that was used since goes
-    back in at its new place. ``Part.queued`` keeps each part in it at most once.
+    The parts are in a heap, by ``Part.last_used`` as it was when the part was added. A part that
+    was used since gets its new place when it comes to the front. ``Part.queued`` keeps each part in
+    the heap at most once.
 
-    When most of its parts have left the index, the others move to a new heap, a few with each
-    change. They leave the old one from its end: what stays of a heap is a heap.
+    When most parts of the heap have left the index, the others move to a new heap, a few with each
+    change. They are taken from the end of the old heap, since what remains of it is a heap then.
     """
 
-    def __init__(self, evictable: Callable[[Part], bool]) -> None:
-        self._evictable = evictable
+    def __init__(self) -> None:
         self._heap: list[_Entry] = []
         self._old: list[_Entry] = []
         self._gone = 0
@@ -100,11 +98,11 @@ class LeastRecentlyUsed(EvictionPolicy):
         return self._old
 
     def _is_right(self, heap: list[_Entry]) -> bool:
-        """Whether a heap's first part may go first. If not it is put where it belongs."""
+        """Whether a heap's first part may go first. If not, the part is put where it belongs."""
         if not heap:
             return True
         last_used, _, part = heap[0]
-        if not self._evictable(part):
+        if not part.is_evictable:
             self._forget(heappop(heap))
         elif last_used != part.last_used:
             heapreplace(heap, (part.last_used, next(self._tie), part))
@@ -113,8 +111,9 @@ class LeastRecentlyUsed(EvictionPolicy):
         return False
 
     def _keep_tidy(self) -> None:
-        # A leaf that was extended, or used, stays where it was in the heap. Found out as fast as
-        # others come, such parts are never many when memory is wanted, which would wait for all.
+        # A part that was extended or used stays where it was in the heap until it is looked at.
+        # Memory would have to wait until all such parts at the front were looked at, so they must
+        # never become many.
         self.settle(_LOOKS_A_CHANGE)
         if not self._old and 2 * self._gone > len(self._heap):
             self._old, self._heap = self._heap, []

@@ -1,7 +1,7 @@
-"""The hit rule: how much of a prompt can be had, given which parts are visible.
+"""The hit rule: how many chunks of a prompt can be loaded, given which parts are visible.
 
 The hit is the largest n such that every full-attention group has the parts [0, n), every window
-group those that its window before n needs, and every state group part n - 1.
+group has the parts that its window before n needs, and every state group has part n - 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvdock_server.index.namespace import GroupKind, Namespace
 
 
 def longest_hit(namespace: Namespace, chunks: Sequence[Chunk]) -> int:
-    """Hit in chunks. ``chunks`` are those of the prompt that are known at all, from the first."""
+    """The hit in chunks. ``chunks`` are the prompt's chunks up to the first that is not known."""
     groups = namespace.groups
     hit = len(chunks)
     for position, group in enumerate(groups):
@@ -28,8 +28,6 @@ def longest_hit(namespace: Namespace, chunks: Sequence[Chunk]) -> int:
         for position, group in enumerate(groups)
         if group.kind is not GroupKind.FULL_ATTENTION
     ]
-    if not partial:
-        return hit
     runs = [_visible_runs(chunks[:hit], position) for position, _ in partial]
     while hit > 0 and any(
         run[hit - 1] < group.needed_chunks(hit, namespace.chunk_tokens)
@@ -40,7 +38,7 @@ def longest_hit(namespace: Namespace, chunks: Sequence[Chunk]) -> int:
 
 
 def _visible_runs(chunks: Sequence[Chunk], position: int) -> list[int]:
-    """For each chunk how many visible parts in a row end with it."""
+    """For each chunk, how many visible parts in a row end with its part."""
     runs = []
     run = 0
     for chunk in chunks:

@@ -1,13 +1,13 @@
-"""The index: which chunks are there, what may be evicted, and how a part comes and goes.
+"""The index: which chunks are there, which may be evicted, and how a part comes and goes.
 
-A part's life: reserve (memory is found, evicting if need be; one writer a shard) -> seal, shard by
-shard (visible with the last one) -> evicted, cleared, or given up if the missing shards do not
-come. All calls are made from one thread and none of them waits. Between the steps of one others may
-come.
+A part's life: ``reserve`` finds memory for a shard, and evicts if need be. A shard has one writer.
+``seal`` completes a shard. With the last shard the part is visible. It leaves the index when it is
+evicted or cleared, or given up because missing shards do not come. All calls are made on one
+thread, and none waits. Other calls may come between the steps of a call.
 
 Chunks of a namespace form trees: a chunk's parent is the chunk whose prompt it extends. A chunk
-with children stays known even while it has no parts, so that a prefix that failed to arrive, or
-whose window parts went, can be stored again under what extends it.
+with children stays known even while it has no parts. So parts of a prefix that failed to arrive, or
+that were evicted, can be stored again below the chunks that extend it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import count, islice, repeat, takewhile
+from itertools import islice, repeat, takewhile
 from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError
-from kvdock_server.index.chunk import NO_SLOT, Chunk, Part
+from kvdock_server.index.chunk import NO_SLOT, Chunk, NamespaceIndex, Part
 from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
 from kvdock_server.index.hits import longest_hit
 from kvdock_server.index.namespace import GroupKind, Namespace
-from kvdock_server.index.namespace_index import NamespaceIndex
 from kvdock_server.index.reclaim import Reclaimer
-from kvdock_server.steps import Backlog, Steps, at_once
+from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
 
 
@@ -60,21 +59,21 @@ class HitSpan(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Is told what the index does, while it does it."""
+    """The index calls a watcher whenever parts become visible, or leave."""
 
     def stored(self, part: Part) -> None:
         """The part became visible."""
 
     def removed(self, part: Part) -> None:
-        """The part left the index, visible or not. It may have been cleared before."""
+        """The part left the index, visible or not. Its namespace may have been cleared before."""
 
-    def cleared(self, space: NamespaceIndex[Chunk]) -> None:
+    def cleared(self, space: NamespaceIndex) -> None:
         """All parts of the namespace are invisible from now on, and leave the index one by one."""
 
 
 @dataclass
 class Totals:
-    """What the index counted since it was made."""
+    """Counters of the index since it was made."""
 
     evicted_parts: int = 0
     abandoned_parts: int = 0
@@ -88,8 +87,7 @@ _OVERDUE_AT_ONCE = 10_000
 class Index:
     """All namespaces of a server, over one allocator of memory.
 
-    ``make_policy`` makes the eviction policy for one size of slots, given what tells whether a part
-    may be evicted.
+    ``make_policy`` makes the eviction policy for parts with slots of the same sizes.
     """
 
     def __init__(
@@ -106,14 +104,14 @@ class Index:
         self._slots = slots
         self._backlog = backlog
         self._reclaimer = Reclaimer(slots, backlog, self._evict, make_policy)
-        self._spaces: dict[str, NamespaceIndex[Chunk]] = {}
+        self._spaces: dict[str, NamespaceIndex] = {}
         self._pending: dict[Part, float] = {}
         self._now = 0
 
     # Namespaces
 
     @property
-    def spaces(self) -> Sequence[NamespaceIndex[Chunk]]:
+    def spaces(self) -> Sequence[NamespaceIndex]:
         """All namespaces, in the order of their registration."""
         return list(self._spaces.values())
 
@@ -123,7 +121,11 @@ class Index:
         return len(self._pending)
 
     def register(self, namespace: Namespace) -> bool:
-        """Make a namespace known; True if it was not. RequestError if it contradicts itself."""
+        """Make a namespace known; True if it is new.
+
+        RequestError if a field is out of its limits, if the namespace contradicts the one that is
+        registered under its name, or if there are too many.
+        """
         namespace.validate()
         space = self._spaces.get(namespace.name)
         if space is None:
@@ -133,7 +135,7 @@ class Index:
         space.namespace = space.namespace.merged(namespace)
         return False
 
-    def space(self, name: str) -> NamespaceIndex[Chunk]:
+    def space(self, name: str) -> NamespaceIndex:
         """The namespace of that name; RequestError (UNKNOWN_NAMESPACE) if there is none."""
         try:
             return self._spaces[name]
@@ -145,8 +147,8 @@ class Index:
 
     # Looking up
 
-    def find(self, space: NamespaceIndex[Chunk], keys: Sequence[bytes]) -> list[HitSpan]:
-        """What a prompt with these chunks can have, a span a group; empty on a miss."""
+    def find(self, space: NamespaceIndex, keys: Sequence[bytes]) -> list[HitSpan]:
+        """The hit of a prompt with these chunks: a span for each group; empty on a miss."""
         known = []
         get = space.chunks.get
         for key in keys:
@@ -160,15 +162,16 @@ class Index:
         spans = []
         for position, group in enumerate(space.namespace.groups):
             first = hit - group.needed_chunks(hit, space.namespace.chunk_tokens)
-            # The hit rule has seen that none of them is None.
+            # None of these parts is None: the hit rule has seen them.
             parts = [chunk.parts[position] for chunk in known[first:hit]]
             spans.append(HitSpan(position, first, parts))  # type: ignore[arg-type]
         return spans
 
     def touch(self, spans: Sequence[HitSpan]) -> None:
-        """Note a use. A prefix inherits the use of what extends it when that is evicted.
+        """Note a use of parts.
 
-        Of full-attention parts the last is enough, then: they go from the end. Others go singly.
+        Of a full-attention span only the last part is touched. Such parts are evicted from the end
+        of a prompt, and an evicted part hands its last use on to the chunk before it.
         """
         self._now += 1
         for span in spans:
@@ -176,7 +179,7 @@ class Index:
             for part in span.parts[-1:] if only_last else span.parts:
                 part.last_used = self._now
 
-    def part(self, space: NamespaceIndex[Chunk], position: int, key: bytes) -> Part | None:
+    def part(self, space: NamespaceIndex, position: int, key: bytes) -> Part | None:
         """A visible part, or None."""
         chunk = space.chunks.get(key)
         part = chunk.parts[position] if chunk else None
@@ -185,14 +188,14 @@ class Index:
     # Pins
 
     def pin(self, parts: Sequence[Part]) -> None:
-        """Keep parts in memory until they are unpinned as often."""
+        """Keep parts in memory until each is unpinned as often as it was pinned."""
         for part in parts:
             if not part.pins:
                 self.pinned_parts += 1
             part.pins += 1
 
     def unpin(self, part: Part) -> None:
-        """Take one pin away; with the last one the part may be evicted."""
+        """Take one pin away. Without pins the part may be evicted."""
         part.pins -= 1
         if part.pins:
             return
@@ -206,16 +209,16 @@ class Index:
 
     def reserve(
         self,
-        space: NamespaceIndex[Chunk],
+        space: NamespaceIndex,
         position: int,
         shard: int,
         parent_key: bytes,
         keys: Sequence[bytes],
         deadline: float,
     ) -> Steps[list[ReserveStatus | Slot]]:
-        """Find memory for one shard of consecutive chunks; a Slot for each one that gets it.
+        """Find memory for one shard of each of some consecutive chunks; a Slot where it is found.
 
-        ``deadline`` is when a part is given up if shards are still missing. Raises RequestError
+        A part that still misses shards at ``deadline`` is given up. Raises RequestError
         (CHUNK_TOO_LARGE) if the pool could never hold such a shard.
         """
         size = space.shard_bytes(position, shard)
@@ -236,7 +239,7 @@ class Index:
 
     def _reserve(
         self,
-        space: NamespaceIndex[Chunk],
+        space: NamespaceIndex,
         position: int,
         shard: int,
         size: int,
@@ -244,7 +247,7 @@ class Index:
         keys: Sequence[bytes],
         deadline: float,
     ) -> Steps[list[ReserveStatus | Slot]]:
-        """Likewise, with all that was asked for looked at."""
+        """``reserve``, after its arguments were checked."""
         self._now += 1
         now = self._now
         statuses: list[ReserveStatus] = []
@@ -254,7 +257,7 @@ class Index:
         rest = ReserveStatus.NO_SPACE
         try:
             for key in keys:
-                # Others may have had their turn.
+                # Another call may have cleared or evicted what was there before the last yield.
                 if space.is_cleared or (parent is not None and not parent.is_known):
                     rest = ReserveStatus.PARENT_MISSING
                     break
@@ -271,7 +274,7 @@ class Index:
                 if part is None:
                     part = Part(chunk, position, space.namespace.kv_world_size)
                     chunk.parts[position] = part
-                # From now on nothing of the chunk is evicted, for this part's sake least of all.
+                # From now on no part of the chunk is evicted, also not to make room for this one.
                 part.writing |= 1 << shard
                 parts.append(part)
                 offset = yield from self._reclaimer.make_room(size, now)
@@ -282,11 +285,11 @@ class Index:
                 statuses.append(ReserveStatus.RESERVED)
                 self.reserved_bytes += self._slots.slot_bytes(size)
                 if not part.is_gone:
-                    self._pending.pop(part, None)  # they are in the order of their deadlines
+                    self._pending.pop(part, None)  # keeps the dict in the order of deadlines
                     self._pending[part] = deadline
                 yield
-            # Prompts are evicted from their ends, so memory comes in descending order. In ascending
-            # order neighbours are copied together.
+            # Prompts are evicted from their ends, so memory comes in descending order. Ascending
+            # slots are copied together.
             offsets.sort()
             for part, offset in zip(parts, offsets, strict=True):
                 slots.append(Slot(part, shard, offset))
@@ -306,13 +309,13 @@ class Index:
         ]
 
     def seal(self, slot: Slot) -> bool:
-        """A shard is complete. False if its part was removed meanwhile; its memory is free then."""
+        """A shard is complete. False if its part was removed meanwhile: its memory is freed."""
         part = slot.part
         if part.is_gone:
             self.reclaim(slot)
             return False
         space = part.chunk.space
-        nbytes = space.shard_bytes(part.position, slot.shard)
+        nbytes = slot.nbytes
         part.writing &= ~(1 << slot.shard)
         part.slots[slot.shard] = slot.offset
         self._reclaimer.sealed[slot.offset] = part
@@ -330,12 +333,12 @@ class Index:
         return True
 
     def abort(self, slot: Slot) -> None:
-        """A shard will not come. Its memory is free again."""
+        """A shard will not come. Free its memory."""
         self.orphan(slot)
         self.reclaim(slot)
 
     def abort_all(self, slots: Iterable[Slot]) -> None:
-        """Likewise for many shards. Of very many the rest is left to the backlog."""
+        """Abort many shards: some at once, the rest in the backlog."""
 
         def steps() -> Steps[None]:
             for slot in slots:
@@ -345,7 +348,7 @@ class Index:
         self._backlog.add(steps())
 
     def orphan(self, slot: Slot) -> None:
-        """A shard will not come, so another writer may store it; but its memory stays reserved."""
+        """A shard will not come. Another writer may store it, but its memory stays reserved."""
         self._stop_waiting(slot.part, slot.shard)
 
     def reclaim(self, slot: Slot) -> None:
@@ -354,7 +357,7 @@ class Index:
         self.reserved_bytes -= self._slots.slot_bytes(slot.nbytes)
 
     def give_up_overdue(self, now: float) -> None:
-        """Remove parts whose missing shards nobody is writing and whose deadline has passed."""
+        """Remove parts whose deadline has passed and whose missing shards nobody is writing."""
         overdue = takewhile(lambda part: self._pending[part] <= now, self._pending)
         self._backlog.add(self._give_up(list(islice(overdue, _OVERDUE_AT_ONCE))))
 
@@ -368,21 +371,13 @@ class Index:
 
     # Removing
 
-    def evict(self, wanted_bytes: int | None, *, turns: int | None = None) -> tuple[int, int]:
-        """Drop unlocked parts until so many bytes are free, or all; (parts, bytes) dropped.
+    def evict_in_steps(self, wanted_bytes: int) -> Steps[tuple[int, int]]:
+        """Evict parts until ``wanted_bytes`` are free, or no more parts may be evicted.
 
-        With ``turns`` it evicts no more often than that.
+        Returns how many parts and bytes were evicted.
         """
-        return at_once(self.evict_in_steps(wanted_bytes, turns=turns))
-
-    def evict_in_steps(
-        self, wanted_bytes: int | None, *, turns: int | None = None
-    ) -> Steps[tuple[int, int]]:
-        """Likewise."""
         parts = nbytes = 0
-        for _ in count() if turns is None else range(turns):
-            if wanted_bytes is not None and nbytes >= wanted_bytes:
-                break
+        while nbytes < wanted_bytes:
             victim = yield from self._reclaimer.first_victim()
             if victim is None:
                 break
@@ -393,10 +388,10 @@ class Index:
             yield
         return parts, nbytes
 
-    def clear(self, *spaces: NamespaceIndex[Chunk]) -> int:
+    def clear(self, *spaces: NamespaceIndex) -> int:
         """Make all parts of namespaces invisible; how many were visible.
 
-        Others take their place. The memory of very many parts is left to the backlog.
+        Empty namespaces take their places. The backlog frees the memory.
         """
         visible = 0
         for space in spaces:
@@ -407,18 +402,18 @@ class Index:
         self._backlog.add(self._remove_all(spaces))
         return visible
 
-    def _remove_all(self, cleared: Sequence[NamespaceIndex[Chunk]]) -> Steps[None]:
+    def _remove_all(self, cleared: Sequence[NamespaceIndex]) -> Steps[None]:
         for space in cleared:
             while space.chunks:
                 _, chunk = space.chunks.popitem()
                 for part in chunk.parts:
                     if part is not None:
                         self._remove(part)
-                chunk.unlink()  # else it and others are a cycle, which is hardly ever collected
+                chunk.unlink()  # linked chunks are a cycle, and these are hardly ever collected
                 yield
 
     def _make_room_for_namespace(self) -> None:
-        """Keep the number of namespaces bounded by forgetting one that holds nothing."""
+        """If there are as many namespaces as may be, forget one without chunks."""
         if len(self._spaces) < _MAX_NAMESPACES:
             return
         empty = next((name for name, space in self._spaces.items() if not space.chunks), None)
@@ -441,9 +436,9 @@ class Index:
         self._reclaimer.offer(part.chunk)
 
     def _evict(self, chunk: Chunk, *parts: Part | None) -> None:
-        """Evict some parts of a chunk, or all if one is of a full-attention group.
+        """Evict parts of a chunk, or all of its parts if one of them is of a full-attention group.
 
-        Without that one no hit reaches the chunk, so nothing else of it is of use.
+        Without this one no hit reaches the chunk, so its other parts are of no use.
         """
         leaving = [part for part in parts if part is not None]
         if any(part.is_full_attention for part in leaving):
@@ -459,7 +454,7 @@ class Index:
         self._retire(chunk)
 
     def _remove(self, part: Part) -> None:
-        """Take a part out of the index; memory in use stays until its last user is done."""
+        """Take a part out of the index. Pinned memory is freed with the last pin."""
         part.chunk.parts[part.position] = None
         part.detached = True
         if part.visible:
@@ -473,14 +468,14 @@ class Index:
             self._free_sealed(part)
 
     def _retire(self, chunk: Chunk | None) -> None:
-        """Forget a chunk that has neither parts nor children, and so on upwards."""
-        while chunk is not None and not chunk.has_children and not any(chunk.parts):
+        """Forget a chunk that has neither parts nor children, and then its parent likewise."""
+        while chunk is not None and chunk.first_child is None and not any(chunk.parts):
             if not chunk.is_known:
                 return  # cleared before
             del chunk.space.chunks[chunk.key]
             chunk.unlink()
             chunk = chunk.parent
-            if chunk is not None and not chunk.has_children:
+            if chunk is not None and chunk.first_child is None:
                 self._reclaimer.offer(chunk)
 
     def _free_sealed(self, part: Part) -> None:

@@ -16,7 +16,7 @@ MAX_GROUPS = 64
 
 
 class GroupKind(Enum):
-    """What a group needs of the past. The values are those of the protocol."""
+    """Which earlier tokens the next token needs. The values are the protocol's."""
 
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2
@@ -25,7 +25,7 @@ class GroupKind(Enum):
 
 @dataclass(frozen=True)
 class Group:
-    """One KV-cache group. ``shard_bytes`` has one number a shard, 0 where not known yet."""
+    """One KV-cache group. ``shard_bytes`` has the size of each shard, 0 if not known yet."""
 
     group_idx: int | None
     kind: GroupKind
@@ -54,7 +54,7 @@ class Namespace:
     labels: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def validate(self) -> None:
-        """Raise RequestError where a field is out of its limits."""
+        """Raise RequestError if a field is out of its limits."""
         name = self.name
         if not 1 <= len(name) <= MAX_NAME_BYTES or not all("!" <= char <= "~" for char in name):
             raise invalid(
@@ -96,7 +96,7 @@ class Namespace:
     def merged(self, other: Namespace) -> Namespace:
         """This namespace with the shard sizes that only ``other`` knows.
 
-        Raises RequestError (NAMESPACE_CONFLICT) where the two contradict each other.
+        Raises RequestError (NAMESPACE_CONFLICT) if the two contradict each other.
         """
 
         def conflict(what: str, known: object, given: object) -> RequestError:

@@ -1,17 +1,18 @@
-"""Making room: which chunks leave so that a shard of some size gets a slot.
+"""Making room: which chunks are evicted so that a shard of some size gets a slot.
 
-The policies order what may be evicted, by the sizes of slots. A chunk of the wanted size gives its
-slot as it is. From chunks of other sizes memory comes by whole windows of slabs, which are emptied
-of all that lies in them. In this order:
+There is one eviction policy for each set of slot sizes. A part with a slot of the wanted size (the
+own size) gives this slot as it is. Memory of other sizes comes as whole windows of slabs
+(tiers/host/slots.py), which are emptied of all that lies in them. "First" is the part that its
+policy would evict first. These ways are tried in this order:
 
-1. A window of other sizes in which all was used before the first of the own size that would go.
-   Where none of the own size may go: before half of the time since the first of all was used.
+1. A window of other sizes in which all was last used before the first of the own size. If none of
+   the own size may be evicted: before half of the time since the first of all sizes was used.
 2. Slabs that are free, but no window: a makeshift run.
 3. Slabs of other sizes that are no window, unused for twice as long as the first of the own size.
-4. If the first of the own size lies in a makeshift run, the window around that, once all that is
-   there is about as old.
+4. If the first of the own size lies in a makeshift run: the window around this run, once all that
+   lies there is about as old.
 5. The first of the own size.
-6. Where none of the own size may go, whatever is not in use, a window if there is one.
+6. If none of the own size may be evicted: whatever is not in use, a window if there is one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _LOOKS_A_STEP: Final = 128
 
 
 class Reclaimer:
-    """Finds memory in an allocator by evicting. ``sealed`` has the part of each sealed slot."""
+    """Finds memory in an allocator by evicting.
+
+    ``sealed`` has the part of each sealed slot, by the slot's offset.
+    """
 
     def __init__(
         self, slots: SlotAllocator, backlog: Backlog, evict: Evict, make_policy: MakePolicy
@@ -44,7 +48,7 @@ class Reclaimer:
         self._windows = Windows(slots, self.sealed, evict)
 
     def offer(self, chunk: Chunk) -> None:
-        """Tell the policies which parts of a chunk may go."""
+        """Tell the policies which parts of a chunk may be evicted."""
         for part in chunk.parts:
             if part is not None and part.is_evictable:
                 self._policy(part).add(part)
@@ -55,14 +59,17 @@ class Reclaimer:
             self._policy(part).discard(part)
 
     def first_victim(self) -> Steps[Part | None]:
-        """The part to evict first; None if none may go. What was cleared goes before."""
+        """The part to evict first; None if none may be evicted.
+
+        What was cleared is freed before anything is evicted.
+        """
         yield from self._backlog.all_steps()
         return (yield from self._first_of(list(self._policies.values())))
 
     def make_room(self, size: int, now: int) -> Steps[int | None]:
-        """Offset of a slot for a shard of ``size`` bytes, made by evicting where need be.
+        """Offset of a slot for a shard of ``size`` bytes; evicts if need be.
 
-        None if that cannot be. ``now`` is the use for which it is wanted.
+        None if there is no such slot. ``now`` is the number of the use that wants it.
         """
         slot_bytes = self._slots.slot_bytes(size)
         while True:
@@ -72,18 +79,19 @@ class Reclaimer:
             if self._backlog.step():
                 yield
                 continue
-            own = yield from self._first_of(self._policies_for(slot_bytes))
+            policies = [each for sizes, each in self._policies.items() if slot_bytes in sizes]
+            own = yield from self._first_of(policies)
             if own is None:
                 return (yield from self._take_from_others(slot_bytes, now))
             offset = yield from self._take_from_older(own, slot_bytes, now)
             if offset is not None:
                 return offset
-            if own.is_evictable:  # also after what others did meanwhile
+            if own.is_evictable:  # others may have used it since
                 self._evict(own.chunk, own)
             yield
 
     def _take_from_older(self, own: Part, slot_bytes: int, now: int) -> Steps[int | None]:
-        """A slot, where one of that size could go: all that leaves is older, or about as old."""
+        """A slot by ways 1 to 4. ``own`` is the first of the own size."""
         offset = yield from self._windows.empty_window(slot_bytes, own.last_used, now)
         if offset is None:
             offset = self._slots.allocate_anywhere(slot_bytes)
@@ -95,7 +103,7 @@ class Reclaimer:
         return offset
 
     def _take_from_others(self, slot_bytes: int, now: int) -> Steps[int | None]:
-        """A slot, where none of that size may go."""
+        """A slot by ways 1, 2 and 6: no part of the own size may be evicted."""
         first = yield from self._first_of(list(self._policies.values()))
         half_time = (first.last_used + now) // 2 if first is not None else 0
         offset = yield from self._windows.empty_window(slot_bytes, half_time, now)
@@ -117,7 +125,7 @@ class Reclaimer:
             policy = self._policies.get(sizes)
             if policy is None:
                 self._forget_empty_policies()
-                policy = self._policies[sizes] = self._make_policy(_is_evictable)
+                policy = self._policies[sizes] = self._make_policy()
             self._policy_of[shard_bytes] = policy
         return policy
 
@@ -125,11 +133,8 @@ class Reclaimer:
         self._policies = {sizes: policy for sizes, policy in self._policies.items() if len(policy)}
         self._policy_of.clear()
 
-    def _policies_for(self, slot_bytes: int) -> list[EvictionPolicy]:
-        return [policy for sizes, policy in self._policies.items() if slot_bytes in sizes]
-
     def _first_of(self, policies: Sequence[EvictionPolicy]) -> Steps[Part | None]:
-        """The part to evict first."""
+        """The part to evict first, of those in any of the policies."""
         first = None
         for policy in policies:
             while not policy.settle(_LOOKS_A_STEP):
@@ -138,7 +143,3 @@ class Reclaimer:
             if part is not None and (first is None or part.last_used < first.last_used):
                 first = part
         return first
-
-
-def _is_evictable(part: Part) -> bool:
-    return part.is_evictable

@@ -1,6 +1,7 @@
 """Emptying slabs in a row, so that they can serve slots of another size (see tiers/host/slots.py).
 
-They are emptied of all chunks that lie there, and of all that extends those.
+All chunks that lie in these slabs are evicted, and all chunks that extend them. Such slabs are
+called a place here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, with_descendants
 from kvdock_server.steps import Steps
 from kvdock_server.tiers.host.slots import Run, SlotAllocator
 
-# What extends the chunks in a place may be everything, if the beginning of all prompts lies there.
-# So a place that costs a chunk for each of its slots is taken at once, else the cheapest of a few;
-# and one that costs very many only where there is no other.
+# If the beginning of all prompts lies in a place, all other chunks extend those in it. So places
+# are compared by how many chunks emptying them evicts. A place that costs no more than a chunk for
+# each of its slots is taken at once. Else the cheapest of some places is taken. A place that costs
+# more than _CHUNKS_AT_ONCE chunks is taken only if there is no other.
 _PLACES_TO_CHOOSE_FROM: Final = 16
 _CHUNKS_FOR_A_SLOT: Final = 4
 _CHUNKS_AT_ONCE: Final = 20_000
@@ -25,26 +27,21 @@ _MOST_KINDS: Final = 64
 
 
 class Evict(Protocol):
-    """Takes parts of a chunk out of the index."""
+    """Evicts parts of a chunk."""
 
     def __call__(self, chunk: Chunk, *parts: Part | None) -> None: ...
 
 
 class _Contents(NamedTuple):
-    """Chunks that lie in slots, and what would leave with them."""
+    """What leaves if slots are emptied.
+
+    ``roots`` are the chunks that lie in the slots. ``chunks`` counts them and all that extend them.
+    ``newest`` is the latest use of any of these.
+    """
 
     roots: list[Chunk]
     chunks: int
-    newest: int  # the last use of any
-
-    @classmethod
-    def of(cls, *several: _Contents) -> _Contents:
-        """The contents of several together."""
-        return cls(
-            [root for one in several for root in one.roots],
-            sum(one.chunks for one in several),
-            max(one.newest for one in several),
-        )
+    newest: int
 
     @property
     def are_cheap(self) -> bool:
@@ -53,7 +50,7 @@ class _Contents(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Places for slots of one size: its windows, or wherever the fewest slabs hold a slot."""
+    """Places for slots of one size: its windows, or any slabs in a row that just hold a slot."""
 
     slot_bytes: int
     slabs: int
@@ -61,33 +58,33 @@ class _Kind(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Slabs in a row, by the last use of what was found there when they were looked into.
+    """A place from slab ``-minus_first`` on, in the order in which places are looked into.
 
-    Of places used at one time the later ones come first: the slots of a prompt ascend, so that its
-    end lies there.
+    ``newest`` is the latest use of what was found there. Of places with the same use the last one
+    comes first: the slots of a prompt ascend, so its end lies there.
     """
 
     newest: int
-    minus_first: int  # slab
+    minus_first: int
 
 
 class Windows:
-    """Empties windows, and other slabs in a row. ``sealed`` has the part of each sealed slot."""
+    """Empties places. ``sealed`` has the part of each sealed slot, by the slot's offset."""
 
     def __init__(self, slots: SlotAllocator, sealed: dict[int, Part], evict: Evict) -> None:
         self._slots = slots
         self._sealed = sealed
         self._evict = evict
-        # Heaps. What lies in a place was last used then, or later. (Or before, where something has
-        # left since: it is looked into too late then.)
+        # Heaps. Since a place was ranked, what lies there may have been used again. Or the newest
+        # of it has left: then the place is looked into later than it could be.
         self._places: dict[_Kind, list[_Place]] = {}
 
     def empty_window(
         self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
     ) -> Steps[int | None]:
-        """A slot in a window that served no slots of that size, and in which all was used before.
+        """A slot in a window of other sizes, in which all was last used before ``before``.
 
-        None if there is none. ``now`` is the use for which it is wanted.
+        None if there is no such window. ``now`` is the number of the use that wants the slot.
         """
         kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
         return (yield from self._empty_one(kind, before, now, at_any_cost))
@@ -95,19 +92,19 @@ class Windows:
     def empty_gap(
         self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
     ) -> Steps[int | None]:
-        """Likewise in a makeshift run, in slabs that need be no window."""
+        """Likewise a slot in a makeshift run: in slabs that need be no window."""
         shortest = self._slots.shortest(slot_bytes)
         if shortest == self._slots.window_slabs(slot_bytes) == 1:
-            return None  # all are windows
+            return None  # every slab is a window
         kind = _Kind(slot_bytes, shortest, are_windows=False)
         return (yield from self._empty_one(kind, before, now, at_any_cost))
 
     def rebuild_around(self, own: Part, slot_bytes: int, now: int) -> Steps[int | None]:
-        """If a part lies in a makeshift run, a slot in the window around it, which is emptied.
+        """If part ``own`` lies in a makeshift run: empty the window around it; a slot there.
 
-        Once all that is there is about as old as the part: of its size, used before half of the
-        time since the part was; of others, before the part. And no more chunks lie there than
-        there are slots then; those that extend them leave their own. None if it is not so.
+        None unless all that lies in the window is about as old as the part. Chunks of its size must
+        have been used before half of the time since the part was used, and chunks of other sizes
+        before the part. Nor may more chunks lie in the window than it will have slots.
         """
         kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
         makeshift = self._makeshift_run(own, slot_bytes)
@@ -125,7 +122,11 @@ class Windows:
         others = yield from self._look_into([r for r in runs if r.slot_bytes != slot_bytes], most)
         if mine is None or others is None or max(mine.chunks, others.chunks) > most:
             return None
-        contents = _Contents.of(mine, others)
+        contents = _Contents(
+            mine.roots + others.roots,
+            mine.chunks + others.chunks,
+            max(mine.newest, others.newest),
+        )
         if mine.newest >= half_time or others.newest >= own.last_used:
             makeshift.not_before = contents.newest
             return None
@@ -158,8 +159,8 @@ class Windows:
     ) -> Steps[tuple[int, _Contents] | None]:
         """First slab and contents of a place to empty: a cheap one, or the cheapest of some.
 
-        The longest unused are looked into first. Each is ranked anew by what was found there: as
-        used now if it cannot be emptied, as used at the limit if that would cost very much.
+        The longest unused places are looked into first. Each is ranked anew by what is found there:
+        as used ``now`` if it cannot be emptied, as used at ``before`` if that costs very much.
         """
         places = self._places.get(kind)
         if places is None:
@@ -201,7 +202,7 @@ class Windows:
         return best
 
     def _rank_all(self, kind: _Kind) -> Steps[list[_Place]]:
-        """All places of a kind, each by a use of something that lies there."""
+        """All places of a kind, each by the latest use of the chunks that begin its runs."""
         places: list[_Place] = []
         step = kind.slabs if kind.are_windows else 1
         for first in range(0, self._slots.slabs - kind.slabs + 1, step):
@@ -215,9 +216,10 @@ class Windows:
         return self._places.setdefault(kind, places)
 
     def _contents(self, kind: _Kind, first: int, most: int | None) -> Steps[_Contents | None]:
-        """What lies in a place, with what extends it; None if it cannot be emptied for that size.
+        """What leaves if a place is emptied; None if it cannot be.
 
-        Not if somebody uses it, it serves that size already, or another is being emptied there.
+        A place cannot be emptied if somebody uses a chunk there, if it serves slots of the wanted
+        size already, or if it is claimed.
         """
         runs = self._slots.runs_in(first, kind.slabs)
         if not runs or any(run.slot_bytes == kind.slot_bytes for run in runs):
@@ -225,16 +227,16 @@ class Windows:
         return (yield from self._look_into(runs, most))
 
     def _look_into(self, runs: Iterable[Run], most: int | None) -> Steps[_Contents | None]:
-        """What lies in runs, with what extends it; None if somebody uses it.
+        """What leaves if runs are emptied; None if somebody uses any of it.
 
-        Looks no further than beyond ``most`` chunks.
+        Stops counting beyond ``most`` chunks.
         """
         roots: list[Chunk] = []
         for run in runs:
             for offset in run.used():
                 part = self._sealed.get(offset)
                 if part is None or part.is_gone:
-                    return None  # it is being written, or what was cleared is being read
+                    return None  # the slot is being written, or its chunk was cleared and is read
                 roots.append(part.chunk)
             yield
         chunks = newest = 0
@@ -252,7 +254,7 @@ class Windows:
     # Emptying
 
     def _empty(self, kind: _Kind, first: int, contents: _Contents) -> Steps[int | None]:
-        """Empty a place for slots of its size; one of them, None if others came between."""
+        """Empty a place; a slot there. None if some of it was used meanwhile."""
         if self._slots.runs_in(first, kind.slabs) is None:
             return None
         self._slots.claim(first, kind.slabs)
@@ -269,7 +271,10 @@ class Windows:
         return self._slots.allocate_anywhere(kind.slot_bytes)
 
     def _evict_all(self, root: Chunk, newest: int) -> Steps[bool]:
-        """Evict a chunk and what extends it, children before parents; False if some was used."""
+        """Evict a chunk and all that extends it, children first.
+
+        False if one of them is in use, or was used after ``newest``.
+        """
         chunk = root
         while root.is_known:
             while chunk.first_child is not None:

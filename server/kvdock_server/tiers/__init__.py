@@ -1,1 +1,1 @@
-"""Where bytes are kept: so far host memory."""
+"""Where bytes are kept. So far the only tier is host memory."""

@@ -1,11 +1,11 @@
 """Bytes between the pool and workers' device memory.
 
-There are three folders, and each imports only those before it. ``plans`` finds the copies that move
-a worker's blocks, and is pure. ``devices`` carries the copies out on a GPU. ``fan_out`` is a load
+Each of the three folders imports only those named before it. ``plans`` finds the copies that move a
+worker's blocks, and is pure. ``devices`` carries the copies out on a GPU. ``fan_out`` is a load
 that fills several workers' memory. ``gpu`` is the asyncio face of them all.
 
-The rest of the server imports from here only. Importing this package loads no CUDA library: the
-first registration does.
+The rest of the server imports from here only. No CUDA library is loaded before the first worker
+registers.
 """
 
 from kvdock_server.transfer.devices.lane import TransferFailedError

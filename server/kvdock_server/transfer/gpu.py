@@ -1,7 +1,7 @@
 """Transfers between the pool and workers' GPUs, for the event loop.
 
-Everything that may wait for the driver runs on threads. Memory is opened and closed on a few
-threads of their own, and bytes are copied on two lanes for each device. The loop only awaits.
+Everything that may wait for the driver runs on threads: a few that open and close memory, and two
+lanes for each device that copy. The loop only awaits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GpuTransfers:
         self._devices: dict[int, Device] = {}  # by ordinal
 
     def faulted(self, offset: int, nbytes: int) -> None:
-        """A range of the pool is backed by memory and can be pinned. Each byte once. Any thread."""
+        """A range of the pool can be pinned. Each byte is reported once. Any thread."""
         self._pool.faulted(offset, nbytes)
 
     async def register(
@@ -79,15 +79,15 @@ class GpuTransfers:
     ) -> Registration:
         """Map a worker's allocations. ``groups`` are by group_idx, None for "no groups".
 
-        DeviceMemoryError if this server cannot open the memory: no GPU or driver here, a device
-        that is not visible, memory that CUDA IPC does not export. LayoutError (a ValueError) if the
+        DeviceMemoryError if this server cannot open the memory: it has no GPU or driver, does not
+        see the device, or CUDA IPC does not export the memory. LayoutError (a ValueError) if the
         description is wrong.
         """
         mapped = self._driver_threads.submit(self._map, list(allocations), dict(groups))
         try:
             memory = await asyncio.wrap_future(mapped)
         except asyncio.CancelledError:
-            # If the thread has begun, it cannot be stopped, so what it maps is closed afterwards.
+            # A thread that has begun cannot be stopped, so what it maps is closed afterwards.
             if not mapped.cancelled():
                 mapped.add_done_callback(self._abandon)
             raise
@@ -100,7 +100,7 @@ class GpuTransfers:
     async def close(self) -> None:
         """End all transfers, unmap everything and unpin the pool.
 
-        Registrations may be closed before or after. The pool may be unmapped when this returns.
+        Registrations may be closed before or after. When this returns, the pool may be unmapped.
         """
         await asyncio.wrap_future(self._driver_threads.submit(self._close))
 
@@ -196,12 +196,12 @@ class Registration:
         """Copy blocks from the device to the pool: the blocks of each chunk to one slot.
 
         ``block_ids`` come chunk by chunk. ``slot_offsets`` has a slot for each chunk, in bytes from
-        the beginning of the pool; a slot is the group's ``chunk_bytes`` long. Copying starts when
-        the event ``ready_event`` (a 64-byte IPC handle) is done, or at once if that is empty. After
-        ``seconds`` it is given up.
+        the beginning of the pool. A slot has the group's ``chunk_bytes``. Copying starts when the
+        event ``ready_event`` (a 64-byte IPC handle) is done, or at once if the handle is empty.
+        After ``seconds`` the copy is given up.
 
         ValueError if the arguments do not fit the group, DeviceMemoryError if the memory is closed.
-        TransferFailedError if not all bytes arrived; then none of the slots may be used. When this
+        TransferFailedError if not all bytes arrived. Then none of the slots may be used. When this
         has returned, raised or been cancelled, nothing touches the slots any more.
         """
         deadline = time.monotonic() + seconds
@@ -211,7 +211,7 @@ class Registration:
         device = self._memory.device
         start = ReadyEvent(self._memory.events, ready_event)
         transfer = BlockTransfer(device, Direction.STORE, group, ids, hosts, start)
-        with self._under_way(device.submit(Direction.STORE, transfer, deadline)) as job:
+        with self._under_way(device.lanes[Direction.STORE].submit(transfer, deadline)) as job:
             await until_settled(job)
 
     async def retrieve(
@@ -228,10 +228,10 @@ class Registration:
 
         As ``store``, the other way. After an error some of the blocks may be overwritten.
 
-        ``followers`` get the same bytes at the same block ids. These come from this device where it
-        has a path to theirs, else from the pool. Each follower tells in ``failure`` whether it has
-        them all. A follower's group must have the same bytes a block, and all the blocks. A
-        follower never makes the load fail or wait for long. If the load fails, so do they.
+        ``followers`` get the same bytes at the same block ids: from this device if it has a path to
+        theirs, else from the pool. Each follower tells in ``failure`` whether it has all bytes. A
+        follower's group must have all the blocks, of the same size. A follower never makes the load
+        fail or wait for long. If the load fails, so do the followers.
         """
         deadline = time.monotonic() + seconds
         group, ids, hosts = self._checked(
@@ -252,7 +252,7 @@ class Registration:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be copied any more, since the device failed. None if it did not."""
+        """Why nothing can be copied any more. None unless the device failed."""
         return self._memory.device.failure
 
     def follower(self) -> LoadFollower:
@@ -271,9 +271,9 @@ class Registration:
             self._paths.between(self._memory, other._memory)
 
     async def close(self) -> None:
-        """Cancel transfers and unmap the memory; return when that is done.
+        """Cancel transfers and unmap the memory.
 
-        Goes on in the background if the caller is cancelled. May be called again.
+        Closing goes on in the background if the caller is cancelled. May be called again.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -331,7 +331,7 @@ class Registration:
 def _check_follower(
     follower: LoadFollower, group_idx: int | None, layout: GroupMemory, ids: I64
 ) -> None:
-    """ValueError unless the follower has the blocks, of the same size."""
+    """ValueError unless the follower has all the blocks, of the same size."""
     group = follower.memory.groups.get(group_idx)
     if group is None:
         raise ValueError(f"group {group_idx} of a follower is not registered")

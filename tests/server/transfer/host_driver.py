@@ -316,12 +316,9 @@ class HostDriver:
     copy_between = copy_to_device
 
     @_may_fail
-    def copy_batch(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
-        columns = [
-            np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(column)).tolist()
-            for column in (targets, sources, sizes)
-        ]
-        for target, source, nbytes in zip(*columns, strict=True):
+    def copy_batch(self, targets: U64, sources: U64, sizes: U64, stream: int) -> None:
+        columns = targets, sources, sizes
+        for target, source, nbytes in zip(*(column.tolist() for column in columns), strict=True):
             for host in (target, source):
                 assert self.device_of(host) is not None or self._registration(host) is not None, (
                     "a batch of memory that is not registered"

@@ -26,8 +26,8 @@ class CountingDriver:
         self.fails_at_call = -1
         self._next = 0
 
-    def copy_batch(self, target: int, source: int, sizes: int, count: int, stream: int) -> None:
-        self._count(count)
+    def copy_batch(self, targets: U64, sources: U64, sizes: U64, stream: int) -> None:
+        self._count(len(sizes))
 
     def copy_rectangles(
         self, targets: Side, sources: Side, width: U64, height: U64, stream: int

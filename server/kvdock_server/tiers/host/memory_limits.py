@@ -1,6 +1,7 @@
 """How much memory a pool may take: of /dev/shm, of the host, and of this process's cgroups.
 
-The server checks them before it starts. The kernel would kill a server that went beyond one later.
+The server checks these limits at its start. The kernel would kill a server that went beyond one
+later.
 """
 
 from __future__ import annotations

@@ -23,15 +23,15 @@ class Pool:
     """Host memory of a fixed size. It becomes usable piece by piece, as it is faulted in."""
 
     def __init__(self, nbytes: int) -> None:
-        """Make a pool of ``nbytes`` or a little less. PoolError if it is beyond a memory limit."""
+        """Make a pool of ``nbytes``, rounded down to slabs. PoolError beyond a memory limit."""
         self.slots = SlotAllocator(nbytes, slab_bytes(nbytes))
         self.segment = Segment(self.slots.limit_bytes)
 
     def start(self, loop: asyncio.AbstractEventLoop, faulted: Callable[[int, int], None]) -> None:
-        """Fault memory in, in the background. Only ``loop`` touches the slots.
+        """Begin to fault memory in, in the background. Only ``loop`` touches the slots.
 
-        ``faulted(offset, nbytes)`` is called for each piece, on other threads. PoolError if there
-        is no memory for the first piece.
+        ``faulted(offset, nbytes)`` is called for each piece, on any thread. PoolError if there is
+        no memory for the first piece.
         """
 
         def ready(offset: int, nbytes: int) -> None:
@@ -45,5 +45,5 @@ class Pool:
         return self.segment.view[offset : offset + nbytes]
 
     def stop(self) -> None:
-        """Remove the segment's name."""
+        """Stop faulting in, and remove the segment's name."""
         self.segment.stop()

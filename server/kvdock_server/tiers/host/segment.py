@@ -1,8 +1,8 @@
-"""The pool's shared-memory segment: made at start, faulted in behind the running server.
+"""The pool's shared-memory segment: made at start, faulted in while the server already runs.
 
 The segment is a file under /dev/shm. The server holds a lock (flock) on the file for as long as it
-lives. The lock tells the segment of a live server from one that a killed server left behind;
-process ids could not, since they come again.
+lives. The lock tells the segment of a live server from one that a killed server left behind. A
+process id in the name would not do, since process ids are used again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROOF_BYTES = 32
 _STEP_BYTES = 64 << 20
 _FAULT_THREADS = 4
 
-# From <linux/mman.h>; the mmap module does not name the second one.
+# From <linux/mman.h>. The mmap module has no MADV_POPULATE_WRITE.
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
@@ -41,19 +41,19 @@ class Segment:
     """One named piece of shared memory, mapped into this process.
 
     ``address`` is where it is mapped, and ``view`` are its bytes. No page is backed by memory until
-    ``fault_in``. To touch a page before that could kill the process if /dev/shm is full.
-    ``proof`` is what clients know the file by: its last bytes, behind those that are mapped.
+    ``fault_in``. To touch a page earlier could kill the process if /dev/shm is full. ``proof`` are
+    the last bytes of the file, behind those that are mapped. Clients know the file by them.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Make and map a segment of ``nbytes``. PoolError if that is beyond a memory limit."""
+        """Make and map a segment of ``nbytes``. PoolError beyond a memory limit."""
         check_memory_limits(nbytes)
         self.nbytes = nbytes
         self.proof = secrets.token_bytes(_PROOF_BYTES)
         self.shm_name = f"/{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
         self._path = SHM / self.shm_name[1:]
-        # The file gets its final name only when it is locked, so that another server does not take
-        # it for a dead server's.
+        # The file gets its final name only when it is locked. Otherwise another server could take
+        # it for one that a killed server left behind.
         new = self._path.with_name(f".{self._path.name}")
         self._fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -66,21 +66,21 @@ class Segment:
             self._map = mmap.mmap(self._fd, nbytes)
         except BaseException:
             new.unlink(missing_ok=True)
-            self.unlink()
+            self._path.unlink(missing_ok=True)
             raise
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        # Large pages make copies faster. A kernel that has none here refuses, which does no harm.
+        # Large pages make copies faster. If the kernel has none, the pages stay small.
         _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
 
     def fault_in(self, step_bytes: int, ready: Callable[[int, int], None]) -> None:
         """Back the segment with memory: the first piece at once, the rest on several threads.
 
-        ``ready(offset, nbytes)`` is called for each piece, a multiple of ``step_bytes`` long, from
-        these threads. If memory runs out, it is logged, and the rest never becomes ready. PoolError
-        if there is no memory for the first piece.
+        ``ready(offset, nbytes)`` is called for each piece, on the thread that backed it. A piece is
+        a multiple of ``step_bytes`` long. If memory runs out, this is logged, and the rest never
+        becomes ready. PoolError if there is no memory for the first piece.
         """
         piece = max(_STEP_BYTES // step_bytes, 1) * step_bytes
         first = min(piece, self.nbytes)
@@ -125,19 +125,18 @@ class Segment:
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked)
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
-    def unlink(self) -> None:
-        """Remove the segment's name. The clients' mappings stay valid."""
-        self._path.unlink(missing_ok=True)
-
     def stop(self) -> None:
-        """Stop faulting in, and remove the name. The mapping lives until the process ends."""
+        """Stop faulting in, and remove the segment's name.
+
+        The clients' mappings stay valid. This process's mapping lives until the process ends.
+        """
         self._stop.set()
         for thread in self._threads:
             thread.join()
-        self.unlink()
+        self._path.unlink(missing_ok=True)
 
     def _populate(self, offset: int, nbytes: int) -> None:
-        """Back a range with memory. OSError if there is not enough; never SIGBUS."""
+        """Back a range with memory. OSError if there is not enough memory; never SIGBUS."""
         if _libc.madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE) == 0:
             return
         # Kernels before 5.14 have no MADV_POPULATE_WRITE. Reserved pages are safe to touch.
@@ -149,7 +148,7 @@ class Segment:
 def reclaim_stale_segments() -> list[str]:
     """Remove this user's segments whose server is gone. Returns their names.
 
-    Other users may have made files of such names, which are left alone.
+    Files of other users are left alone, whatever their names.
     """
     removed = []
     for path in SHM.glob(f"{_PREFIX}{os.getuid()}-*"):

@@ -1,58 +1,35 @@
-"""Which bytes of the pool are in use. Pure: it hands out offsets and touches no memory.
+"""Which bytes of the pool are in use. Pure: offsets only, no memory is touched.
 
 The pool is cut into slabs of one size. A run is a slab, or a few in a row, and has slots of one
 size only. When its last slot is given back, its slabs can serve slots of any size. So slots never
 fragment, and memory moves between sizes in whole slabs. Slots are handed out in ascending order
 where possible, so that chunks that are stored together lie together.
 
-For each size of slots the pool divides into windows of so many slabs that little is lost at their
-ends. A run takes a window, if one can be had: then what a size gets does not depend on what was
-there before. Else it is makeshift, in whatever slabs are free.
+For each size of slots the pool divides into windows: as many slabs in a row as lose little at their
+end. A run takes a window if one is free. Then the memory that a size gets does not depend on what
+was there before. Otherwise the run is makeshift, in whatever slabs are free.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
 
 PAGE_BYTES = 4096
 
-# A run may have this many slabs more than its first slot needs, to lose less at its end. Of two
-# lengths that differ by less than this share of the pool the shorter one is taken: it is had more
-# easily.
 _EXTRA_SLABS = 7
+"""A run may have this many slabs more than one slot needs, to lose less at its end."""
 _HARDLY_MORE = 1 / 128
-
-
-@dataclass(frozen=True)
-class SlotStats:
-    """``used`` and ``free`` count slots by their size. ``free_slabs`` serve no size at the moment,
-    ``longest_free`` of them lie in a row.
-    """
-
-    used: Mapping[int, int]
-    free: Mapping[int, int]
-    free_slabs: int
-    longest_free: int
+"""A longer run is worth it only if the pool then has this share more slots: fewer slabs in a row
+are found more easily."""
 
 
 class Run:
     """Slabs in a row, from slab ``first`` on, with slots of one size.
 
-    ``not_before`` is for those who empty windows: when to look into a makeshift run again.
+    ``base`` is the offset of the first slot, and ``free`` has the offsets of the free slots.
+    ``not_before`` is for index/windows.py: a makeshift run that was last used before this use was
+    looked into in vain.
     """
-
-    __slots__ = (
-        "base",
-        "capacity",
-        "first",
-        "free",
-        "is_makeshift",
-        "not_before",
-        "slabs",
-        "slot_bytes",
-    )
 
     def __init__(
         self, first: int, slabs: int, slab_bytes: int, slot_bytes: int, *, is_makeshift: bool
@@ -73,15 +50,15 @@ class Run:
         return [slot for slot in range(self.base, end, self.slot_bytes) if slot not in free]
 
     def all_slabs(self) -> range:
-        """Numbers of its slabs."""
+        """The numbers of the run's slabs."""
         return range(self.first, self.first + self.slabs)
 
 
 class SlotAllocator:
     """Hands out slots of any size up to the pool's.
 
-    ``add`` makes memory available as it is faulted in. ``ready_bytes`` is how much of it there is,
-    ``limit_bytes`` how much there will be in the end.
+    ``add`` makes memory available as it is faulted in: ``ready_bytes`` so far, ``limit_bytes`` in
+    the end.
     """
 
     def __init__(self, limit_bytes: int, slab_bytes: int) -> None:
@@ -113,7 +90,7 @@ class SlotAllocator:
         return self.slot_bytes(size) <= self.limit_bytes
 
     def allocate(self, size: int) -> int | None:
-        """Offset of a slot, from a run that is there or in a free window; None if there is none."""
+        """Offset of a slot, in a run that has one or in a free window; None if there is neither."""
         slot_bytes = self.slot_bytes(size)
         partial = self._partial[slot_bytes]
         if not partial:
@@ -121,12 +98,16 @@ class SlotAllocator:
             if first is None:
                 return None
             return self.start_run(first, self.window_slabs(slot_bytes), slot_bytes)
-        return self._take(partial)
+        run = next(iter(partial.values()))
+        offset = run.free.pop()
+        if not run.free:
+            del partial[run.first]
+        return offset
 
     def allocate_anywhere(self, size: int) -> int | None:
-        """Offset of a slot in a new, makeshift run: the slabs that are free, whichever lose least.
+        """Offset of a slot in a new, makeshift run: in the free slabs that lose least.
 
-        None if no slabs that are free could hold it.
+        None if no free slabs in a row could hold the slot.
         """
         if self._free_slabs.find(1) < 0:
             return None
@@ -153,32 +134,21 @@ class SlotAllocator:
         elif not self._is_claimed(run):
             self._partial[run.slot_bytes][run.first] = run
 
-    def stats(self) -> SlotStats:
-        """What is in use at the moment. Takes time in proportion to the number of slabs."""
-        used: Counter[int] = Counter()
-        free: Counter[int] = Counter()
-        for first, run in self._runs.items():
-            if first == run.first:
-                used[run.slot_bytes] += run.capacity - len(run.free)
-                free[run.slot_bytes] += len(run.free)
-        gaps = bytes(self._free_slabs).split(b"\x00")
-        return SlotStats(used, free, self._free_slabs.count(1), max(map(len, gaps)))
-
     # Windows
 
     def window_slabs(self, slot_bytes: int) -> int:
-        """How many slabs a window for slots of that size has."""
+        """How many slabs a window for slots of this size has."""
         slabs = self._window_slabs.get(slot_bytes)
         if slabs is None:
             slabs = self._window_slabs[slot_bytes] = self._best_length(slot_bytes)
         return slabs
 
     def shortest(self, slot_bytes: int) -> int:
-        """The fewest slabs in a row that hold a slot of that size."""
+        """The fewest slabs in a row that hold a slot of this size."""
         return -(-slot_bytes // self.slab_bytes)
 
     def window_of(self, offset: int, slot_bytes: int) -> int | None:
-        """First slab of the window around an offset; None beyond the last one."""
+        """First slab of the window around an offset; None beyond the last window."""
         slabs = self.window_slabs(slot_bytes)
         first = offset // self.slab_bytes // slabs * slabs
         return first if first + slabs <= self.slabs else None
@@ -188,9 +158,10 @@ class SlotAllocator:
         return self._runs[offset // self.slab_bytes]
 
     def runs_in(self, first: int, slabs: int) -> list[Run] | None:
-        """The runs with slabs in [first, first + slabs): once they are empty, another can be there.
+        """The runs that have any of the slabs [first, first + slabs).
 
-        None if some of the slabs are not there yet, or something there is claimed.
+        None if a run with all of these slabs cannot be made by emptying runs: because some slabs
+        are not faulted in yet, or claimed.
         """
         runs: dict[int, Run] = {}
         for slab in range(first, first + slabs):
@@ -204,7 +175,7 @@ class SlotAllocator:
         return list(runs.values())
 
     def claim(self, first: int, slabs: int) -> None:
-        """Keep slabs that ``runs_in`` knows for one use: runs there give no slots any more."""
+        """Keep slabs for one use: runs there give no slots any more. ``runs_in`` must allow it."""
         for slab in range(first, first + slabs):
             self._claimed.add(slab)
             self._free_slabs[slab] = 0
@@ -217,7 +188,7 @@ class SlotAllocator:
         return not any(slab in self._runs for slab in range(first, first + slabs))
 
     def release(self, first: int, slabs: int) -> None:
-        """Give up a claim, as far as no run was started in it."""
+        """Give up a claim. Slabs in which a run was started are no part of it any more."""
         claimed = self._claimed.intersection(range(first, first + slabs))
         self._claimed -= claimed
         for slab in claimed:
@@ -230,7 +201,7 @@ class SlotAllocator:
     def start_run(
         self, first: int, slabs: int, slot_bytes: int, *, is_makeshift: bool = False
     ) -> int:
-        """Let slabs that are free or claimed, and empty, serve slots of a size; the first slot."""
+        """Let slabs serve slots of a size; the first slot. No run may have any of the slabs."""
         run = Run(first, slabs, self.slab_bytes, slot_bytes, is_makeshift=is_makeshift)
         self._claimed.difference_update(run.all_slabs())
         for slab in run.all_slabs():
@@ -244,13 +215,6 @@ class SlotAllocator:
     def _is_claimed(self, run: Run) -> bool:
         return bool(self._claimed) and not self._claimed.isdisjoint(run.all_slabs())
 
-    def _take(self, partial: dict[int, Run]) -> int:
-        run = next(iter(partial.values()))
-        offset = run.free.pop()
-        if not run.free:
-            del partial[run.first]
-        return offset
-
     def _free_window(self, slabs: int) -> int | None:
         wanted = b"\x01" * slabs
         first = self._free_slabs.find(wanted)
@@ -259,7 +223,7 @@ class SlotAllocator:
         return first if first >= 0 else None
 
     def _lengths(self, slot_bytes: int) -> range:
-        """How many slabs a run for slots of that size may have."""
+        """How many slabs a run for slots of this size may have."""
         shortest = self.shortest(slot_bytes)
         return range(shortest, min(shortest + _EXTRA_SLABS, self.slabs) + 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from kvdock_server.transfer.devices.copy_streams import CopyStreams, Direction
+from kvdock_server.transfer.devices.copy_streams import Direction
 from kvdock_server.transfer.devices.device import Device, MappedGroup
 from kvdock_server.transfer.devices.driver import CudaError
 from kvdock_server.transfer.devices.opened_events import OpenedEvents
@@ -14,19 +14,19 @@ from kvdock_server.transfer.plans.pieces import CopyPiece, ForwardedBlocks, Piec
 
 
 class StartCondition(Protocol):
-    """When a transfer may start to copy. On the thread of its lane; ``close`` is called last."""
+    """When a transfer may start to copy. Called on the thread of its lane, ``close`` last."""
 
     def has_come(self) -> bool:
-        """True once copying may start, and from then on. Raises if it never may."""
+        """True once copying may start, and from then on. Raises if copying may never start."""
 
     def close(self) -> None: ...
 
 
 class ReadyEvent:
-    """Holds a transfer back until an event of the engine's is done."""
+    """Holds a transfer back until an event of the engine is done."""
 
     def __init__(self, events: OpenedEvents, ipc_handle: bytes) -> None:
-        """``ipc_handle`` is the event's, 64 bytes. Empty: the transfer may start at once."""
+        """``ipc_handle`` is the event's (64 bytes), or empty if the transfer may start at once."""
         self._events = events
         self._handle = ipc_handle
         self._event = 0
@@ -46,7 +46,7 @@ class ReadyEvent:
 
 
 class LeadersReadyEvent:
-    """Holds a follower's transfer back until the leader's transfer has seen its event done."""
+    """Holds a follower's transfer back until the leader's transfer has seen the event done."""
 
     def __init__(self, event: ReadyEvent) -> None:
         self._event = event
@@ -74,7 +74,7 @@ class BlockTransfer:
         start: StartCondition,
     ) -> None:
         """Block ``ids[i]`` is copied from or to host address ``hosts[i]``."""
-        self._streams: CopyStreams = device.streams(direction)
+        self._streams = device.streams[direction]
         self._group = group
         self._ids = ids
         self._hosts = hosts

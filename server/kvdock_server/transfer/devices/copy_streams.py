@@ -1,4 +1,4 @@
-"""The CUDA streams that carry pieces out: one direction of one device, on its lane's thread."""
+"""The CUDA streams that carry out pieces in one direction of one device, on its lane's thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
+from kvdock_server.transfer.devices.driver import BATCH_SEGMENTS, CudaError, Driver, Side
 from kvdock_server.transfer.devices.kernels import GatherKernel
 from kvdock_server.transfer.devices.libcuda import CUDA_ERROR_INVALID_VALUE, rectangle
 from kvdock_server.transfer.devices.pinning import PinnedPool
@@ -27,15 +27,11 @@ _EVENTS = 16
 """At least two for each piece that may be under way."""
 _POLL_SECONDS = 100e-6
 
-_BATCH_SEGMENTS = 512
-"""Segments in one call of the driver. With segments of 64 KiB, calls of 512 reach 52.8 / 52.1 GB/s
-(to host / to device), calls of 2,048 reach 51.9 / 49.8, and one call of 16,384 reaches 36.2 / 33.9.
-"""
 _FIRST_SEGMENTS = 32
 _FIRST_RECTANGLES = 4
-"""Copies in the first call where the link is idle; each further call has twice as many. The link
-begins only when a call returns, and a call with 512 segments takes up to a millisecond on a
-processor that rested."""
+"""Copies in the first call of the driver if the link is idle. Each further call has twice as many.
+The link begins only when a call returns, and a call with 512 segments takes up to a millisecond on
+a processor that rested."""
 
 
 class Direction(enum.Enum):
@@ -48,7 +44,7 @@ class Direction(enum.Enum):
 class CopyStreams:
     """Queues copies on streams of its own. All methods run on one thread.
 
-    A ticket stands for one started piece: it is an event that is done when the piece is.
+    A ticket stands for one started piece: an event that is done when the piece is.
     """
 
     def __init__(
@@ -81,7 +77,7 @@ class CopyStreams:
     def start(self, piece: CopyPiece, kernel: GatherKernel | None) -> int:
         """Queue a piece; its ticket. ``kernel`` is the group's, needed for scattered blocks.
 
-        CudaError if it cannot be queued; then nothing of it is under way.
+        CudaError if the piece cannot be queued. Then no copy of the piece is under way.
         """
         try:
             ticket = self._start(piece, kernel)
@@ -112,7 +108,7 @@ class CopyStreams:
         self._driver.record_event(scattered, kernels)
 
     def join(self, events: Sequence[int]) -> int:
-        """A ticket for work on other streams of the device: it is done when ``events`` are."""
+        """A ticket for work on other streams of the device: done when all ``events`` are."""
         *_, ends = self._streams
         for event in events:
             self._driver.wait_event(ends, event)
@@ -122,7 +118,7 @@ class CopyStreams:
         return ticket
 
     def wait(self, ticket: int, *, more_under_way: bool) -> None:
-        """Return when the ticket's piece is done. CudaError if it failed."""
+        """Return when the ticket's piece is done. CudaError if the piece failed."""
         self._under_way -= 1
         try:
             if more_under_way:
@@ -136,18 +132,17 @@ class CopyStreams:
             raise
 
     def end_all(self) -> None:
-        """After an error: wait until nothing is under way any more, with a ticket or without."""
+        """After an error: wait until nothing is under way on these streams any more."""
         for stream in self._streams:
             with contextlib.suppress(CudaError):  # the caller raises the first error
                 self._driver.synchronize_stream(stream)
         self.check()
 
     def check(self) -> None:
-        """After an error: find out whether anything can be copied any more.
+        """After an error: set ``failure`` if nothing can be copied any more.
 
-        A call that was refused leaves everything else as it was. But once work on the device has
-        failed (a memory error, a link or device that is gone), CUDA answers every call with that
-        error.
+        A refused call leaves everything else as it was. But once work on the device has failed (a
+        memory error, a link or device that is gone), CUDA answers every call with this error.
         """
         try:
             self._driver.query_event(self._events[0])
@@ -162,7 +157,7 @@ class CopyStreams:
             self._driver.destroy_stream(stream)
 
     def reserve_staging(self) -> bool:
-        """Make the staging buffers if need be. False if the device has no memory for them."""
+        """Make the staging buffers if there are none. False if the device lacks the memory."""
         if self._staging is None:
             try:
                 self._staging = StagingBuffers(self._driver)
@@ -188,20 +183,16 @@ class CopyStreams:
             if not len(segments):
                 return
         targets, sources = self._sides(segments.device, segments.host)
-        columns = [np.ascontiguousarray(column) for column in (targets, sources, segments.nbytes)]
-        target, source, size = (column.ctypes.data for column in columns)
-        for start, end in self._calls(len(segments), _FIRST_SEGMENTS, _BATCH_SEGMENTS):
-            at = start * columns[0].itemsize
-            self._driver.copy_batch(target + at, source + at, size + at, end - start, stream)
+        for call in self._calls(len(segments), _FIRST_SEGMENTS, BATCH_SEGMENTS):
+            self._driver.copy_batch(targets[call], sources[call], segments.nbytes[call], stream)
 
-    def _calls(self, count: int, first: int, most: int) -> Iterator[tuple[int, int]]:
-        """Ranges of ``count`` copies, one range for each call of the driver."""
+    def _calls(self, count: int, first: int, most: int) -> Iterator[slice]:
+        """Slices of ``count`` copies, one slice for each call of the driver."""
         size = most if self._under_way else first
         start = 0
         while start < count:
-            end = min(start + size, count)
-            yield start, end
-            start, size = end, min(2 * size, most)
+            yield slice(start, start + size)
+            start, size = start + size, min(2 * size, most)
 
     def _sides(self, device: T, host: T) -> tuple[T, T]:
         """The target's side and the source's."""
@@ -218,14 +209,14 @@ class CopyStreams:
         pinned = self._pool.covers(rectangles.host)
         try:
             if self._driver.has_batch_copy and (pinned is None or pinned.all()):
-                for start, end in self._calls(len(rectangles), _FIRST_RECTANGLES, len(rectangles)):
-                    self._copy_rectangles_at_once(rectangles.take(slice(start, end)), stream)
+                for call in self._calls(len(rectangles), _FIRST_RECTANGLES, len(rectangles)):
+                    self._copy_rectangles_at_once(rectangles.take(call), stream)
             else:
                 self._copy_rectangles_one_by_one(rectangles, stream)
         except CudaError as error:
             if error.code != CUDA_ERROR_INVALID_VALUE:
                 raise
-            # Large caches have pitches of 2 GiB (CU_DEVICE_ATTRIBUTE_MAX_PITCH) or more. These are
+            # Large caches have pitches of 2 GiB (CU_DEVICE_ATTRIBUTE_MAX_PITCH) or more, which are
             # not documented to work. With driver 580 they do, also beyond 4 GiB (tests/gpu).
             logger.warning("this driver refuses rectangles, rows go one by one: %s", error)
             self._copy_segments(rectangles.rows(), stream)
@@ -247,7 +238,7 @@ class CopyStreams:
     ) -> int:
         """Queue kernel and copy, each on its own stream, so that neighbouring pieces overlap.
 
-        Returns the stream that ends the piece.
+        Returns the stream on which the piece ends.
         """
         assert self._staging is not None
         buffer = self._staging.acquire()

@@ -15,7 +15,7 @@ from kvdock_server.transfer.devices import kernels
 from kvdock_server.transfer.devices.copy_streams import CopyStreams, Direction
 from kvdock_server.transfer.devices.driver import Driver
 from kvdock_server.transfer.devices.kernels import GatherKernel
-from kvdock_server.transfer.devices.lane import Job, Lane, Transfer
+from kvdock_server.transfer.devices.lane import Lane
 from kvdock_server.transfer.devices.opened_events import OpenedEvents
 from kvdock_server.transfer.devices.pinning import PinnedPool
 from kvdock_server.transfer.plans.group_memory import DeviceAllocation, LayoutError
@@ -49,20 +49,13 @@ class Device:
         """Memory of other devices, opened for copies from this one."""
         self._workers: set[OpenedEvents] = set()
         self._lock = threading.Lock()
-        self._streams: dict[Direction, CopyStreams] = {}
-        self._lanes: dict[Direction, Lane] = {}
+        self.streams: dict[Direction, CopyStreams] = {}
+        """Used by the lane of the same direction, on its thread."""
+        self.lanes: dict[Direction, Lane] = {}
         for direction in Direction:
             streams = CopyStreams(driver, self.context, direction, pool)
-            self._streams[direction] = streams
-            self._lanes[direction] = Lane(f"{direction.value}-gpu{ordinal}", streams)
-
-    def streams(self, direction: Direction) -> CopyStreams:
-        """For transfers of that direction, which use them on their lane's thread only."""
-        return self._streams[direction]
-
-    def submit(self, direction: Direction, transfer: Transfer, deadline: float) -> Job:
-        """Queue a transfer of this device. ``deadline`` is of time.monotonic."""
-        return self._lanes[direction].submit(transfer, deadline)
+            self.streams[direction] = streams
+            self.lanes[direction] = Lane(f"{direction.value}-gpu{ordinal}", streams)
 
     def gather_kernel(self, planner: Planner) -> GatherKernel | None:
         """The kernel for the scattered blocks of a group; None if it cannot be made."""
@@ -74,18 +67,18 @@ class Device:
         )
 
     def worker_came(self, events: OpenedEvents) -> None:
-        """A worker registers; ``events`` stand for it."""
+        """A worker registers. ``events`` stand for the worker here."""
         with self._lock:
             self._workers.add(events)
 
     def worker_left(self, events: OpenedEvents) -> None:
-        """A worker leaves. The last one's leaving frees the staging buffers."""
+        """A worker leaves. With the last one the staging buffers are freed."""
         with self._lock:
             self._workers.discard(events)
             idle = not self._workers
         if idle:
-            for direction, lane in self._lanes.items():
-                lane.submit(_ReleaseStaging(self, self._streams[direction]))
+            for direction, lane in self.lanes.items():
+                lane.submit(_ReleaseStaging(self, self.streams[direction]))
 
     @property
     def has_workers(self) -> bool:
@@ -93,13 +86,13 @@ class Device:
 
     @property
     def failure(self) -> str | None:
-        """Why this process cannot use the device any more, until it is started again."""
-        failures = (streams.failure for streams in self._streams.values())
+        """Why this process cannot use the device any more; None if it can."""
+        failures = (streams.failure for streams in self.streams.values())
         return next((failure for failure in failures if failure is not None), None)
 
     def close(self) -> None:
         """End all transfers and unmap everything. The context stays until the process ends."""
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             lane.close()
         self.driver.set_current_to_close(self.context)
         for events in list(self._workers):
@@ -118,13 +111,13 @@ class _Mapping:
 class Mappings:
     """Other processes' allocations, mapped for one device: each opened once, and closed once.
 
-    Layers share allocations, and a worker that registers again names some that are open already.
-    The driver refuses to open a handle twice, and one close ends the mapping for all its users. So
+    Layers share allocations, and a worker that registers again names allocations that are open. The
+    driver refuses to open a handle twice, and one close ends the mapping for all its users. So
     users are counted here. Any thread with the device's context current.
     """
 
     def __init__(self, driver: Driver, *, sizes_are_known: bool = False) -> None:
-        """``sizes_are_known``: the described sizes were compared with the driver's before."""
+        """``sizes_are_known``: the sizes of all allocations were checked before."""
         self._driver = driver
         self._sizes_are_known = sizes_are_known
         self._lock = threading.Lock()
@@ -179,7 +172,7 @@ class Mappings:
 
 
 class _ReleaseStaging:
-    """A transfer without bytes. It frees the staging buffers on the lane's thread, in its turn."""
+    """A transfer without bytes: frees the staging buffers on the lane's thread, in its turn."""
 
     def __init__(self, device: Device, streams: CopyStreams) -> None:
         self._device = device

@@ -1,10 +1,10 @@
 """The server's two kernels, for what copy engines move too slowly: many short ranges at no pitch.
 
-A kernel runs in this process and so takes time slices from the engine's kernels. Few launches over
-much work, on as many blocks of threads as the device holds, take the fewest.
+A kernel of this process takes time slices from the engine's kernels. It takes the fewest if there
+are few launches with much work each, on as many blocks of threads as the device holds.
 
-CuPy compiles the kernels, and driver.py launches them. Where CuPy is absent there are no kernels,
-and copy engines do it all.
+CuPy compiles the kernels, and driver.py launches them. Without CuPy there are no kernels, and copy
+engines do all the work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ THREADS = 512
 THREAD_BLOCKS = 528  # four for each of the 132 multiprocessors of an H100
 
 FEW_IDS = 960
-"""As many block ids as fit into a kernel's parameters."""
+"""How many block ids fit into a kernel's parameters."""
 
 _MOST_PAIRS = (1 << 31) // FEW_IDS - THREAD_BLOCKS * THREADS
 """The ranges of one launch of a PeerKernel are counted in 31 bits."""
@@ -104,7 +104,7 @@ class _Kernel:
         nbytes: U64,
         aligned: Sequence[int] = (),
     ) -> None:
-        """Compiles the kernel and uploads ``table``. ``nbytes`` are the lengths of its ranges.
+        """Compile the kernel and upload ``table``. ``nbytes`` are the lengths of its ranges.
 
         Accesses are as wide as all numbers of the table and of ``aligned`` allow. Raises CudaError,
         and what CuPy raises.
@@ -146,8 +146,9 @@ class GatherKernel(_Kernel):
         ``gather``: from the cache to the buffer. ``ids_address`` is pinned host memory for the
         piece's block ids, 4 bytes each, in use until the kernel is done.
         """
-        # Ids go as parameters. More ids than fit there are read from host memory over the link,
-        # which is slow while the link carries loads. But then blocks are small, and so is the rate.
+        # Ids go as parameters. If they do not fit, the kernel reads them from host memory, which is
+        # slow while the link carries loads. But so many blocks in a piece are small ones, and
+        # these are slow in any case.
         few, many = (ctypes.c_uint32 * FEW_IDS)(), 0
         ids = piece.ids.astype(np.uint32)
         if len(ids) <= FEW_IDS:
@@ -173,8 +174,8 @@ class GatherKernel(_Kernel):
 class PeerKernel(_Kernel):
     """Copies blocks to another device over NVLink: one launch in place of many copies.
 
-    Copy engines would be fast enough, but the thread that feeds the link cannot queue so many
-    copies for every receiver besides.
+    Copy engines would be fast enough, but the thread that feeds the link has no time to queue so
+    many copies for every receiver.
     """
 
     def __init__(self, driver: Driver, ordinal: int, pairs: U64) -> None:
@@ -204,7 +205,7 @@ K = TypeVar("K", bound=_Kernel)
 
 
 def made(make: Callable[[], K], without: str) -> K | None:
-    """What ``make`` returns. None if there can be no kernel; a warning says what comes instead."""
+    """The kernel that ``make`` makes. None if it cannot: a warning says ``without``, and why."""
     reason = missing()
     if reason is None:
         try:

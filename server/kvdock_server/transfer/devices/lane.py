@@ -4,12 +4,12 @@ Each device has two lanes, so that loads never wait behind stores. A lane keeps 
 way, so that the link never waits for the thread. It takes the next piece in turn from the first job
 and from the job with the least left. So a small load passes a large one, and the large one is not
 held up for ever. Equal jobs end one after the other, the first as soon as it can. If they shared
-the link, all of them would end late, and together, and the link would be idle while their callers
+the link, all of them would end late and together, and the link would be idle while their callers
 ask for more.
 
-A job starts when it is ready, that is when the engine's kernels before it are done. The lane asks
-for that (an event query) and does not queue a wait on its stream. Such a wait would stop every job
-behind it, and could not be taken back when the engine that was to complete it hangs or is killed.
+A job starts when it is ready: when the engine's kernels before it are done. The lane queries the
+event and does not queue a wait for it on its stream. Such a wait would stop every job behind it,
+and could not be taken back when the engine hangs or is killed.
 
 A cancelled job ends at the next piece. ``Job.settled`` is resolved only when none of its pieces is
 under way any more, because until then its memory is in use.
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 _LEAST_UNDER_WAY = 2
 _MOST_UNDER_WAY = 6
 _FULL_BYTES = 160 << 20
-"""Two pieces are under way, and more as long as all have fewer bytes than this: the thread may be
-late, since it shares the interpreter with the event loop. Forwarded blocks are pieces as well, but
-take nothing of the link, so their bytes do not count."""
+"""Two pieces are under way, and more as long as all together have fewer bytes than this. The thread
+may be late, since it shares the interpreter with the event loop. Forwarded blocks do not count
+here, since they do not use the link to the host."""
 _FIRST_POLL_SECONDS = 50e-6
 _LAST_POLL_SECONDS = 500e-6
-"""Pauses between two looks for a ready job. They grow from the first to the last while none is."""
+"""Pauses between two looks for a ready job. They grow from the first to the last."""
 
 
 class TransferFailedError(Exception):
@@ -58,7 +58,7 @@ class Transfer(Protocol):
         """About how many bytes there are to copy."""
 
     def ready(self) -> bool:
-        """True once copying may start. Not called any more after that."""
+        """True once copying may start. Not called again after True."""
 
     def pieces(self) -> Iterator[Piece]:
         """The work, in order. Called once, when ready."""
@@ -67,7 +67,7 @@ class Transfer(Protocol):
         """Start to copy a piece; its ticket for ``Streams.wait``."""
 
     def finish(self) -> None:
-        """No piece is under way any more, for whatever reason. Called exactly once."""
+        """The job has ended, and no piece is under way any more. Called exactly once."""
 
 
 class Streams(Protocol):
@@ -83,16 +83,16 @@ class Streams(Protocol):
     def wait(self, ticket: int, *, more_under_way: bool) -> None:
         """Return when the ticket's piece is copied. Tickets come in the order of their making.
 
-        ``more_under_way``: there is no hurry. Without it somebody waits for just this piece.
+        ``more_under_way``: there is no hurry, since the link has other pieces to go on with.
         """
 
 
 @dataclass(eq=False)
 class Job:
-    """One transfer in a lane. ``settled`` has no result, or the error that ended the transfer.
+    """One transfer in a lane. ``settled`` gets the error that ended the transfer, if any.
 
-    No piece is started after ``deadline`` (time.monotonic). That also holds if this process was
-    stopped meanwhile: the blocks may belong to others by then.
+    No piece is started after ``deadline`` (time.monotonic), even if this process was stopped
+    meanwhile: the blocks may belong to others by then.
     """
 
     transfer: Transfer
@@ -108,7 +108,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.bytes_left = self.transfer.total_bytes
-        self.settled.set_running_or_notify_cancel()  # a cancelled waiter does not cancel it then
+        self.settled.set_running_or_notify_cancel()  # so that a cancelled waiter cannot cancel it
 
     def cancel(self) -> None:
         """End the job at the next piece. Any thread."""
@@ -117,7 +117,7 @@ class Job:
     # The lane calls the rest, on its thread.
 
     def is_ready(self) -> bool:
-        """True if the job can be run, or must be ended."""
+        """True if the job can be run, or has to be ended."""
         try:
             return self._cancelled or self._is_late() or self.transfer.ready()
         except Exception as error:
@@ -150,7 +150,7 @@ class Job:
         return time.monotonic() > self.deadline
 
     def piece_ended(self, error: Exception | None) -> None:
-        """A started piece is not under way any more. ``error`` if it failed."""
+        """A started piece is not under way any more. ``error``: why it failed, or None."""
         self._under_way -= 1
         self._error = self._error or error
         self._settle_if_done()
@@ -197,7 +197,7 @@ class Lane:
         self._thread.start()
 
     def submit(self, transfer: Transfer, deadline: float = float("inf")) -> Job:
-        """Queue a transfer. After ``close`` it settles as cancelled at once. Any thread."""
+        """Queue a transfer. After ``close`` its job fails at once. Any thread."""
         job = Job(transfer, deadline)
         with self._wake:
             if self._closed is None:
@@ -253,7 +253,7 @@ class Lane:
             return True
         staged = sum(isinstance(piece, ScatteredBlocks) for _, piece, _ in self._under_way)
         if staged >= STAGING_BUFFERS:
-            return False  # to start one more would block the thread until a buffer is free
+            return False  # one more would block the thread until a buffer is free
         nbytes = sum(
             piece.total_bytes
             for _, piece, _ in self._under_way
@@ -262,7 +262,7 @@ class Lane:
         return count < _MOST_UNDER_WAY and nbytes < _FULL_BYTES
 
     def _take_new(self) -> bool:
-        """Take over new jobs; sleep while there are no jobs at all. False if the lane is closed."""
+        """Take over new jobs. Sleep while there are no jobs at all. False if the lane is closed."""
         with self._wake:
             if not (self._waiting or self._running or self._under_way):
                 while not self._new and self._closed is None:
@@ -272,7 +272,7 @@ class Lane:
             return self._closed is None
 
     def _admit(self) -> None:
-        """Move ready jobs to the end of the running ones. Sleep a moment if none runs."""
+        """Move ready jobs to the end of the running ones. Sleep a moment if jobs only wait."""
         for _ in range(len(self._waiting)):
             job = self._waiting.popleft()
             (self._running if job.is_ready() else self._waiting).append(job)

@@ -58,7 +58,7 @@ class MappedMemory:
         )
 
     def expect_forwarding(self) -> None:
-        """Loads will go on to other devices from now on, and so more of their blocks are staged."""
+        """From now on loads go on to other devices, so more of their blocks are staged."""
         with self._lock:
             if self._closed:
                 return

@@ -1,7 +1,7 @@
 """Interprocess events of a worker's engine, opened in this process.
 
-An engine uses a few events in turn. To open one takes longer than to ask whether it is done, so as
-many as an engine may have stay open until the worker leaves.
+An engine uses a few events in turn. Opening an event takes longer than asking whether it is done.
+So up to _MOST_KEPT events stay open until the worker leaves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OpenedEvents:
         self._kept: dict[bytes, int] = {}
 
     def open(self, ipc_handle: bytes) -> int:
-        """The event of a 64-byte handle; CudaError if there is none. Each needs its ``close``."""
+        """The event of a 64-byte handle; CudaError if there is none. Needs one ``close``."""
         with self._lock:
             event = self._kept.get(ipc_handle)
             if event is None:

@@ -1,14 +1,15 @@
 """Registers the pool with CUDA, section by section, while the server already runs.
 
 Registered memory is pinned: it is copied at the speed of the link. Other memory goes through the
-driver's own buffers at a fraction of it. One call for all of a large pool would take seconds, fails
-beyond 512 GiB on some drivers, and could come only when all of the pool is faulted in. But no copy
-may cross the border between two sections, and each further section makes the driver slower at
-finding an address (a batch of 512 segments took 0.25 ms with one section, 0.5 ms with four). So
-sections are large, and the first copies of a server's life may go unpinned.
+driver's own buffers at a fraction of this speed. The pool is not registered in one call: for a
+large pool this takes seconds, fails beyond 512 GiB on some drivers, and would have to wait until
+the whole pool is faulted in. But no copy may cross the border between two sections. And each
+further section makes the driver slower at finding an address: a batch of 512 segments took 0.25 ms
+with one section, 0.5 ms with four. So sections are large, and the first copies of a server's life
+may go unpinned.
 
-If CUDA refuses (memlock, a container's quota), it is logged once with the numbers. What is not
-registered is copied unpinned.
+If CUDA refuses (memlock, a container's quota), this is logged once with the numbers, and the rest
+is copied unpinned.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class PinnedPool:
         self._addresses: U64 = np.array(self._starts, dtype=np.uint64) + np.uint64(address)
         self.borders: U64 = self._addresses[1:-1]
         """Host addresses that no copy may cross, ascending."""
-        self._missing = np.diff(self._starts).tolist()
+        self._sizes = np.diff(self._starts)
+        self._missing = self._sizes.tolist()
         self._is_pinned = np.zeros(len(self._missing), dtype=np.bool_)
         self._all_pinned = False
         self._ready: list[int] = []
@@ -51,8 +53,7 @@ class PinnedPool:
 
     @property
     def pinned_bytes(self) -> int:
-        pinned = np.flatnonzero(self._is_pinned).tolist()
-        return sum(self._section_bytes(section) for section in pinned)
+        return int(self._sizes[self._is_pinned].sum())
 
     def faulted(self, offset: int, nbytes: int) -> None:
         """A range of the pool is backed by memory now. Each byte is reported once. Any thread."""
@@ -85,7 +86,7 @@ class PinnedPool:
             self._thread.join()
 
     def covers(self, host: U64) -> npt.NDArray[np.bool_] | None:
-        """For each copy at host address ``host[i]`` whether it is pinned. None: all are."""
+        """For each host address, whether its section is pinned. None: all sections are."""
         if self._all_pinned:
             return None
         return np.asarray(self._is_pinned[np.searchsorted(self.borders, host, side="right")])
@@ -94,7 +95,7 @@ class PinnedPool:
         try:
             driver.set_current(context)
             while (section := self._next()) is not None:
-                driver.register_host(self._address(section), self._section_bytes(section))
+                driver.register_host(int(self._addresses[section]), int(self._sizes[section]))
                 self._is_pinned[section] = True
                 self._all_pinned = bool(self._is_pinned.all())
         except CudaError as error:
@@ -107,18 +108,13 @@ class PinnedPool:
         with self._wake:
             while not self._stopping:
                 self._wake.wait()
-        for section in np.flatnonzero(self._is_pinned).tolist():
-            self._is_pinned[section] = False
-            driver.unregister_host(self._address(section))
+        pinned = self._addresses[:-1][self._is_pinned].tolist()
+        self._is_pinned[:] = False
+        for address in pinned:
+            driver.unregister_host(address)
 
     def _next(self) -> int | None:
         with self._wake:
             while not self._ready and not self._stopping:
                 self._wake.wait()
             return None if self._stopping else self._ready.pop(0)
-
-    def _address(self, section: int) -> int:
-        return int(self._addresses[section])
-
-    def _section_bytes(self, section: int) -> int:
-        return self._starts[section + 1] - self._starts[section]

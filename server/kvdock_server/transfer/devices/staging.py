@@ -1,4 +1,4 @@
-"""Staging buffers: device memory that scattered blocks go through, between kernel and copy."""
+"""Staging buffers: device memory between the kernel and the copy of scattered blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ID_BYTES = 4
 class StagingBuffer(NamedTuple):
     """Room for one staged piece: device memory for its blocks, pinned host memory for their ids.
 
-    ``released`` is a CUDA event: the last use of the buffer is done.
+    ``released`` is a CUDA event that is done when the last use of the buffer is.
     """
 
     address: int
@@ -59,7 +59,7 @@ class StagingBuffers:
         return buffer
 
     def release(self, buffer: StagingBuffer, stream: int) -> None:
-        """What the stream has queued so far is the last use of the buffer."""
+        """The buffer is free again when all that the stream has queued so far is done."""
         self._driver.record_event(buffer.released, stream)
 
     def close(self) -> None:

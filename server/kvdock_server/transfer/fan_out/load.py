@@ -1,8 +1,8 @@
 """A load that fills several workers' memory, for the event loop.
 
 One worker leads the load, and others follow it. A follower gets its bytes from the leader's device
-(a branch). Where there is no path from that device to its own, it gets them from the pool, by a
-transfer of its own (a job).
+(a branch). If there is no path between the two devices, the follower gets its bytes from the pool,
+by a transfer of its own (a job).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LoadFollower:
     async def give_up(self) -> None:
         """Take no further part in the load.
 
-        Nothing touches the worker's memory for this load any more on return, nor when cancelled.
-        May be called again, and after the load.
+        When this has returned or been cancelled, the load does not touch the worker's memory any
+        more. May be called again, and after the load.
         """
         if self._giving_up is None:
             self._giving_up = asyncio.create_task(self._give_up())
@@ -65,7 +65,7 @@ class LoadFollower:
         self._giving_up.result()
 
     async def end(self, *, cancel: bool) -> None:
-        """For the load: the leader's job has ended. Await the follower's own, or ``cancel`` it."""
+        """The leader's job has ended. Wait for the follower's own job, or ``cancel`` it."""
         if self.job is not None:
             if cancel:
                 self.job.cancel()
@@ -101,10 +101,10 @@ class FanOutLoad:
         ready_event: bytes,
         deadline: float,
     ) -> None:
-        """Blocks ``ids[i]`` are loaded from host addresses ``hosts[i]``, for all workers alike.
+        """All workers load block ``ids[i]`` from host address ``hosts[i]``.
 
-        They start when the leader's ``ready_event`` is done (a 64-byte IPC handle, or empty), and
-        none starts after ``deadline`` (time.monotonic).
+        Copying starts when the leader's ``ready_event`` is done (a 64-byte IPC handle, or empty).
+        No copy starts after ``deadline`` (time.monotonic).
         """
         self._leader = leader
         self._group_idx = group_idx
@@ -127,17 +127,17 @@ class FanOutLoad:
                 branches.append(PeerBranch(path, self._group_idx))
                 follower.branch = branches[-1]
         leaders = self._transfer(self._leader, self._event, branches)
-        job = self._leader.device.submit(Direction.LOAD, leaders, self._deadline)
+        job = self._leader.device.lanes[Direction.LOAD].submit(leaders, self._deadline)
         for follower in apart:
             own = self._transfer(follower.memory, LeadersReadyEvent(self._event))
             device = follower.memory.device
-            follower.job = device.submit(Direction.LOAD, own, self._deadline)
+            follower.job = device.lanes[Direction.LOAD].submit(own, self._deadline)
         return job
 
     async def end(self, job: Job) -> CopiedBytes:
         """Wait for the leader's job, then for the followers.
 
-        TransferFailedError if the leader's job fails. A follower's failure stands in the follower.
+        TransferFailedError if the leader's job fails. A follower keeps its failure itself.
         """
         succeeded = False
         try:
@@ -165,8 +165,8 @@ class FanOutLoad:
 async def until_settled(job: Job) -> None:
     """Wait for a job. TransferFailedError if it failed.
 
-    A waiter that is cancelled cancels the job, and still waits for it: until it has settled, its
-    memory is in use.
+    A waiter that is cancelled cancels the job, and still waits until the job has settled: until
+    then its memory is in use.
     """
     settled = asyncio.wrap_future(job.settled)
     try:
@@ -176,12 +176,12 @@ async def until_settled(job: Job) -> None:
         try:
             await until_done(settled)
         finally:
-            settled.exception()  # marks it as seen: it only says that the job was cancelled
+            settled.exception()  # marks the error as seen: the job was cancelled
         raise
 
 
 async def until_done(future: asyncio.Future[None]) -> None:
-    """Wait for a future. A waiter that is cancelled is told so only when the future is done."""
+    """Wait for a future. A waiter that is cancelled still waits, and raises then."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

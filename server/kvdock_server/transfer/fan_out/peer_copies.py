@@ -1,7 +1,7 @@
 """How blocks of one group get from one device to another: by copy engines, or by a kernel.
 
-Copy engines do it where there are few copies to queue. The kernel takes time slices from the engine
-on the sending device, so it is for the rest only.
+Copy engines do it if there are few copies to queue. Otherwise the kernel does it, which takes time
+slices from the engine on the sending device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from kvdock_server.transfer.devices import kernels
 from kvdock_server.transfer.devices.device import Device
-from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
+from kvdock_server.transfer.devices.driver import BATCH_SEGMENTS, CudaError, Driver, Side
 from kvdock_server.transfer.devices.kernels import PeerKernel
 from kvdock_server.transfer.devices.libcuda import (
     CUDA_ERROR_INVALID_VALUE,
@@ -25,14 +25,13 @@ from kvdock_server.transfer.plans.regions import MergedRegions
 
 logger = logging.getLogger(__name__)
 
-_BATCH_SEGMENTS = 512
 _REFUSALS = CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED
 """What a driver answers to a kind of copy that it does not know."""
 _COPY_US = 1.0
 """Microseconds of the thread that queueing one copy takes, beside the call itself."""
 _MOST_QUEUEING = 0.3
-"""Share of the time that blocks take on the link to the host. To queue their copies to all
-receivers may take this much."""
+"""To queue the copies of blocks to all receivers may take this share of the time that the blocks
+take on the link to the host."""
 
 
 class PeerGroup:
@@ -42,8 +41,8 @@ class PeerGroup:
     """
 
     def __init__(self, device: Device, source: MergedRegions, target: MergedRegions) -> None:
-        """``device`` is the sending one. ``source`` are the sender's regions, and ``target`` the
-        receiver's as they are mapped for the sending device."""
+        """``device`` is the sending one. ``source`` are the sender's regions. ``target`` are the
+        receiver's regions, as they are mapped for the sending device."""
         self._driver = device.driver
         self._planner = PeerPlanner(source, target)
         self._kernel: PeerKernel | None = None
@@ -72,13 +71,10 @@ class PeerGroup:
 
 def _copy_segments(driver: Driver, segments: Segments, stream: int) -> None:
     if driver.has_batch_copy:
-        columns = (segments.host, segments.device, segments.nbytes)
-        arrays = [np.ascontiguousarray(column) for column in columns]
         try:
-            for start in range(0, len(segments), _BATCH_SEGMENTS):
-                count = min(_BATCH_SEGMENTS, len(segments) - start)
-                targets, sources, sizes = (array[start:].ctypes.data for array in arrays)
-                driver.copy_batch(targets, sources, sizes, count, stream)
+            for start in range(0, len(segments), BATCH_SEGMENTS):
+                call = segments.take(slice(start, start + BATCH_SEGMENTS))
+                driver.copy_batch(call.host, call.device, call.nbytes, stream)
             return
         except CudaError as error:
             if error.code not in _REFUSALS:

@@ -1,10 +1,9 @@
 """Paths from one worker's memory to another worker's on another device.
 
-A mapping of the receiver's memory serves only one device: the one that was current when its IPC
-handle was opened. Through a mapping made for the memory's own device, other devices copy at a tenth
-of the speed, and nothing tells so. So the receiver's memory is opened a second time here, with the
-sender's device current. The first mapping stays, for copies between the receiver and the host.
-Kernels of the sender's device may write through the second one.
+A mapping of memory serves only the device that was current when the IPC handle was opened. Other
+devices copy through this mapping at a tenth of the speed, silently. The receiver's memory is mapped
+for its own device, for copies from and to the host. So it is mapped here a second time, for the
+sender's device. Copies and kernels of the sender's device use the second mapping.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvdock_server.transfer.plans.regions import merged
 logger = logging.getLogger(__name__)
 
 _OPEN_SECONDS = 5.0
-"""The first path of all may have to wait until its kernel is compiled."""
+"""The first path of a server may have to wait until its kernel is compiled."""
 
 
 class NoPeerPathError(Exception):
@@ -35,7 +34,7 @@ class NoPeerPathError(Exception):
 
 
 class PeerPath:
-    """Copies go from ``sender`` to ``receiver``. Made and closed on threads that may wait."""
+    """A path from ``sender`` to ``receiver``. Made and closed on threads that may wait."""
 
     def __init__(self, sender: MappedMemory, receiver: MappedMemory) -> None:
         """NoPeerPathError if there is no path."""
@@ -49,7 +48,7 @@ class PeerPath:
         self.groups: dict[int | None, PeerGroup] = {}  # by group_idx
         self.stream = 0
         self.forwarded = 0
-        """CUDA event. It is done when all that was queued on ``stream`` so far is."""
+        """CUDA event, done when all that was queued on ``stream`` so far is done."""
         try:
             if not self.driver.can_access_peer(device.ordinal, receiver.device.ordinal):
                 raise NoPeerPathError(f"{device.uuid} has no access to {receiver.device.uuid}")
@@ -98,7 +97,7 @@ class PeerPath:
 
 
 class PeerBranch:
-    """What one receiver gets of one load. On the thread of the load's lane, except ``cut``."""
+    """One receiver's share of one load. On the thread of the load's lane, except ``cut``."""
 
     def __init__(self, path: PeerPath, group_idx: int | None) -> None:
         """The path must have that group."""
@@ -107,19 +106,18 @@ class PeerBranch:
         self._group = path.groups[group_idx]
         self._lock = threading.Lock()
         self.failure: str | None = None
-        """Why the receiver has not got everything; None as long as it has."""
+        """Why the receiver has not got everything that was forwarded; None if it has."""
 
     def cut(self) -> None:
-        """Forward nothing any more; return when nothing is under way. Threads that may wait."""
+        """Forward nothing more; return when nothing is under way. For threads that may wait."""
         with self._lock:
             self.failure = self.failure or "the receiver gave up"
         self._path.wait()
 
     def forward(self, blocks: ForwardedBlocks) -> int | None:
-        """Queue the copies of these blocks.
+        """Queue the copies of these blocks; the event that is done when they are.
 
-        Returns the event that is done when they are, None if there is nothing to do. CudaError if
-        the device takes no more work.
+        None if the receiver has failed or given up. CudaError if the device takes no more work.
         """
         with self._lock:
             if self.failure is not None:
@@ -135,7 +133,7 @@ class PeerBranch:
             try:
                 self._driver.record_event(self._path.forwarded, stream)
             except CudaError:
-                # What is queued has no event that anybody could wait for.
+                # There is no event with which to wait for what is queued.
                 with contextlib.suppress(CudaError):  # the first error is raised
                     self._driver.synchronize_stream(stream)
                 raise
@@ -147,7 +145,7 @@ class PeerBranch:
 
 
 class PeerPaths:
-    """All paths. Each is opened when it is first wanted. Methods belong to the event loop."""
+    """All paths, each opened when it is first wanted. Methods belong to the event loop."""
 
     def __init__(self, driver_threads: ThreadPoolExecutor) -> None:
         self._driver_threads = driver_threads
@@ -159,7 +157,7 @@ class PeerPaths:
         """The path, None if there is none. ``close`` must not have been called for either."""
         opened = self._opened.get((sender, receiver))
         if opened is None:
-            # Entered before it is open, so that ``close`` finds it if it comes meanwhile.
+            # Entered before the path is open, so that a ``close`` meanwhile finds it.
             opened = asyncio.create_task(self._open(sender, receiver))
             self._opened[sender, receiver] = opened
         return asyncio.shield(opened)
@@ -167,7 +165,7 @@ class PeerPaths:
     async def open_in_time(
         self, sender: MappedMemory, receivers: Sequence[MappedMemory], deadline: float
     ) -> list[PeerPath | None]:
-        """The path to each receiver; None where there is none, or none yet.
+        """The path to each receiver; None if there is no path, or none yet.
 
         Waits for half of the time until ``deadline`` (time.monotonic) at most.
         """

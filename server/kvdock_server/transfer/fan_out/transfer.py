@@ -1,40 +1,30 @@
 """The transfer of a load that goes on to other devices.
 
-Such a load comes from host memory once, to the leader's device. From there it goes on to the other
-devices, window by window, while the next window is on its way from the host.
+Such a load comes from host memory once, to the leader's device. From there the blocks are forwarded
+to the other devices in windows. While one window is forwarded, the next comes from the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from typing import Protocol
 
 from kvdock_server.transfer.devices.block_transfer import BlockTransfer, StartCondition
 from kvdock_server.transfer.devices.copy_streams import Direction
 from kvdock_server.transfer.devices.device import Device, MappedGroup
 from kvdock_server.transfer.devices.driver import CudaError
+from kvdock_server.transfer.fan_out.peer_path import PeerBranch
 from kvdock_server.transfer.plans.arrays import I64, U64
 from kvdock_server.transfer.plans.pieces import ForwardedBlocks, Piece
 
 WINDOW_BYTES = 128 << 20
-"""To queue copies between devices takes the driver 0.12 to 0.25 ms of the lane's thread for every
-window and receiver, however few copies there are. With windows of 32 MiB three receivers took all
-of the thread's time, and the link waited for the thread. With 16 MiB loads took twice as long."""
+"""To queue copies between devices takes the lane's thread 0.12 to 0.25 ms for every window and
+receiver, however few copies there are. With windows of 32 MiB and three receivers this took all of
+the thread's time, and the link waited for the thread. With 16 MiB loads took twice as long."""
 LAST_WINDOW_BYTES = 32 << 20
-"""Windows grow shorter towards the end, since the last one's copies to the receivers add to the
-time of the load: 0.25 to 0.5 ms for three receivers at 376 GB/s, beside 19.7 ms for 1 GiB from the
-host."""
-
-
-class Branch(Protocol):
-    """What one receiver gets of the load. Called on the lane's thread."""
-
-    def forward(self, blocks: ForwardedBlocks) -> int | None:
-        """Queue the copies of these blocks; the event that ends them, None if there are none."""
-
-    def end_all(self) -> None:
-        """Return when none of them is under way any more."""
+"""Windows grow shorter towards the end of a load, since forwarding the last window adds to the time
+of the load: 0.25 to 0.5 ms for three receivers at 376 GB/s, beside 19.7 ms for 1 GiB from the host.
+"""
 
 
 class FanOutTransfer(BlockTransfer):
@@ -49,7 +39,7 @@ class FanOutTransfer(BlockTransfer):
         ids: I64,
         hosts: U64,
         start: StartCondition,
-        branches: Sequence[Branch],
+        branches: Sequence[PeerBranch],
     ) -> None:
         """Block ``ids[i]`` is loaded from host address ``hosts[i]``."""
         super().__init__(device, Direction.LOAD, group, ids, hosts, start)
@@ -64,8 +54,7 @@ class FanOutTransfer(BlockTransfer):
 
     def pieces(self) -> Iterator[Piece]:
         stage = self._may_stage()
-        # The events of the streams come round again with other transfers' pieces, so these are made
-        # for this transfer alone.
+        # Events of the streams are used again for other transfers, so this transfer makes its own.
         for _ in range(4):
             self._events.append(self._driver.create_event())
         first, second, third, fourth = self._events
@@ -76,8 +65,8 @@ class FanOutTransfer(BlockTransfer):
             yield from self._copies(ids, self._hosts[window], stage=stage)
             after = next(events)
             self._streams.mark(*after)
-            # A window is forwarded after the next window's copies are queued, so that the link
-            # always has some to go on with.
+            # A window is forwarded after the next window's copies are queued, so that the link is
+            # never idle.
             if waiting is not None:
                 yield waiting
             waiting = ForwardedBlocks(ids, self._block_bytes, len(self._branches), after)
@@ -108,7 +97,7 @@ def _windows(count: int, block_bytes: int) -> Iterator[slice]:
     start = 0
     while start < count:
         end = start + min(most, max(least, (count - start) // 2))
-        # A rest that is shorter than the least window goes along.
+        # A rest shorter than the least window joins this one.
         end = end if count - end >= least else count
         yield slice(start, end)
         start = end

@@ -1,6 +1,6 @@
-"""What copies cost by measurement, and which of them are given to a kernel instead. Pure.
+"""What copies cost, as measured, and which of them a kernel does instead. Pure.
 
-Costs are microseconds beyond the time that the bytes themselves take on the link.
+A cost is the time in microseconds beyond the time that the bytes themselves take on the link.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ class CostModel(NamedTuple):
     least_segment_us: float
     """No segment takes less than this in all, however short it is."""
     apart_us: float
-    """Added to that where regions lie in several allocations: the driver has to find each one's."""
+    """Added to ``least_segment_us`` if regions lie in several allocations, which the driver has to
+    find."""
     rectangle_us: float
     stage_segments_below: float
-    """Blocks are staged where segments would reach less than this share."""
+    """Blocks are staged if segments would reach less than this share of the link's rate."""
     stage_forwarded_below: float
     """The same in a load that goes on to other devices. The thread that queues segments has to
-    queue the forwarding too, and kernels do that in any case."""
+    queue the forwarding too."""
     stage_rectangles_below: float
     """The same for rectangles, which cost the server next to no processor time."""
     stage_us: float
-    """Nothing is staged that costs less than this in all, so that no engine is disturbed for it."""
+    """A transfer whose copies cost less than this in all is not staged: a kernel would disturb an
+    engine for little."""
 
 
 COST_MODEL = CostModel(

@@ -1,8 +1,8 @@
 """How a worker's KV cache lies in device memory, as the worker describes it.
 
 The memory of a group is a list of regions. A region is one contiguous range of bytes in every
-block, mostly one layer's page: block ``b`` has it at ``offset + b * block_stride`` of one
-allocation. This one form covers every cache that engines make: K and V apart or together, layers
+block, usually one layer's page. In block ``b`` this range begins at ``offset + b * block_stride``
+of one allocation. Regions describe every cache that engines make: K and V apart or together, layers
 apart or in one allocation, blocks or layers outermost, padded and permuted strides. What the bytes
 mean does not matter here.
 
@@ -26,7 +26,7 @@ IPC_HANDLE_BYTES = 64  # of a memory handle and of an event handle
 
 
 class LayoutError(ValueError):
-    """A described layout cannot be: it leaves its allocation, or a number is out of its limits."""
+    """A described layout is wrong: it leaves its allocation, or a number is out of its limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class GroupMemory:
     def check(self, allocation_bytes: Sequence[int]) -> None:
         """LayoutError unless every byte of every block lies inside its allocation.
 
-        ``allocation_bytes`` must be no more than the driver says, whatever the worker says: a copy
+        ``allocation_bytes`` must not exceed the driver's sizes, whatever the worker says: a copy
         outside of mapped memory breaks the server's context for every engine.
         """
         if self.num_blocks < 1 or self.blocks_per_chunk < 1 or not self.regions:
@@ -122,8 +122,8 @@ class GroupMemory:
     ) -> I64:
         """The block ids of ``chunks`` chunks without the first ``skip_blocks`` blocks, as an array.
 
-        ValueError unless ``named`` has an id for each block, and the group has all of them. The
-        count is checked before any id is looked at.
+        ValueError unless ``named`` has an id for each block, and the group has all these blocks.
+        The count is checked before any id is looked at.
         """
         if not 0 <= skip_blocks < self.blocks_per_chunk:
             raise ValueError(

@@ -5,8 +5,8 @@ both layouts' regions, a block is a list of pairs: ranges of bytes that are cont
 devices. Pairs make segments and rectangles as regions do in planner.py. In the segments and
 rectangles planned here, ``device`` is the sending device's side and ``host`` the receiving one's.
 
-Copies between devices are many times faster than the link to the host, so their number counts and
-not their bytes: each takes the driver a microsecond of the thread that feeds the link.
+Copies between devices are many times faster than the link to the host. So what matters is their
+number, not their bytes: to queue a copy takes a microsecond of the thread that feeds the link.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.plans.arrays import I64, U64
+from kvdock_server.transfer.plans.arrays import I64, U64, runs
 from kvdock_server.transfer.plans.cost_model import COST_MODEL, segment_costs_us
 from kvdock_server.transfer.plans.pieces import Rectangles, Segments
 from kvdock_server.transfer.plans.regions import MergedRegions, cheapest_grouping
 
 
 class Pairs(NamedTuple):
-    """One row a pair: the same ``nbytes`` of block ``b`` are at ``source + b * source_stride`` on
-    the sending device, and at ``target + b * target_stride`` on the receiving one."""
+    """In each column one number for each pair.
+
+    Block ``b`` has the same ``nbytes`` at ``source + b * source_stride`` on the sending device and
+    at ``target + b * target_stride`` on the receiving one.
+    """
 
     source: U64
     source_stride: U64
@@ -70,7 +73,7 @@ class PeerPlanner:
         self._run_us = float(np.where(self._dense, costs_us, COST_MODEL.rectangle_us).sum())
 
     def count(self, ids: I64) -> int:
-        """How many copies ``plan`` makes of blocks ``ids``, in a fraction of its time."""
+        """How many copies ``plan`` makes for blocks ``ids``; much faster than ``plan``."""
         _, lengths, by_rows = self._runs(ids)
         block_copies = len(self._grouping.strided) + len(self._grouping.singles)
         in_rows = int(np.count_nonzero(by_rows))
@@ -86,10 +89,9 @@ class PeerPlanner:
         return segments + more_segments, rectangles + more_rectangles
 
     def _runs(self, ids: I64) -> tuple[I64, I64, npt.NDArray[np.bool_]]:
-        """For each run of consecutive blocks its first one, its length, and whether it goes as a
-        whole, so that rows are blocks."""
-        starts = np.concatenate([[0], np.flatnonzero(np.diff(ids) != 1) + 1])
-        lengths = np.diff(np.concatenate([starts, [len(ids)]]))
+        """For each run of consecutive blocks: its first block, its length, and whether its blocks
+        are the rows of rectangles."""
+        starts, lengths = runs(np.diff(ids) == 1)
         return ids[starts], lengths, self._run_us < lengths * self._grouping.block_us
 
     def _by_rows(self, first: I64, lengths: I64) -> tuple[Segments, Rectangles]:

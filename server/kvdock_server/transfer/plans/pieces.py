@@ -1,7 +1,7 @@
-"""Pieces: what a lane carries out one by one. Pure.
+"""Pieces of a transfer, which a lane carries out one by one. Pure.
 
-A piece is bounded in time and bytes. So a piece that waits behind another never waits long, and a
-cancelled transfer ends soon.
+A piece is bounded in time and bytes. So the next piece never waits long, and a cancelled transfer
+ends soon.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PIECE_US = 1200.0
 """Microseconds that one piece of copy-engine work takes: 64 MiB of large segments."""
 
 STAGED_PIECE_BYTES = 256 << 20
-"""Bytes of one staged piece, and of one staging buffer. Two processes share an SM by time slices,
-so few large kernels cost an engine less than many small ones. The engine's step beside stores and
-loads without pause took this many times its step alone: with 32 MiB 1.38 (stores), with 128 MiB
-1.20 and 1.34 (stores and loads), with 256 MiB 1.11 and 1.20."""
+"""Bytes of one staged piece, and of one staging buffer. Two processes share a multiprocessor by
+time slices, so few large kernels cost an engine less than many small ones. Beside stores without
+pause the engine's step took 1.38 times as long with 32 MiB, 1.20 times with 128 MiB, and 1.11 times
+with 256 MiB. Beside loads it took 1.34 times as long with 128 MiB, and 1.20 times with 256 MiB."""
 
 STAGING_BUFFERS = 2
-"""Staging buffers of one direction of one device, and so the most staged pieces under way there."""
+"""Staging buffers for each direction of each device: the most staged pieces under way."""
 
 MAX_STAGED_BLOCKS = 1 << 16
 """Most blocks in one staged piece."""
@@ -52,19 +52,19 @@ class _Copies:
         """Copy by copy, its numbers in the order of the columns."""
         return zip(*(column.tolist() for column in self._columns()), strict=True)
 
+    def take(self, index: slice | npt.NDArray[np.bool_]) -> Self:
+        """The copies that a slice or a mask selects."""
+        return type(self)(*(column[index] for column in self._columns()))
+
     def _columns(self) -> list[U64]:
         return [getattr(self, name) for name in self.__match_args__]
 
 
 @dataclass(frozen=True, slots=True)
 class Segments(_Copies):
-    """Contiguous copies: ``nbytes`` at address ``device`` belong to those at address ``host``."""
+    """Contiguous copies: ``nbytes`` between address ``device`` and address ``host``."""
 
     nbytes: U64
-
-    def take(self, index: slice | npt.NDArray[np.bool_]) -> Segments:
-        """The segments that a slice or a mask selects."""
-        return Segments(self.device[index], self.host[index], self.nbytes[index])
 
     @property
     def total_bytes(self) -> int:
@@ -82,12 +82,6 @@ class Rectangles(_Copies):
     height: U64
     device_pitch: U64
     host_pitch: U64
-
-    def take(self, index: slice | npt.NDArray[np.bool_]) -> Rectangles:
-        """The rectangles that a slice or a mask selects."""
-        sides = self.device[index], self.host[index]
-        pitches = self.device_pitch[index], self.host_pitch[index]
-        return Rectangles(*sides, self.width[index], self.height[index], *pitches)
 
     @property
     def total_bytes(self) -> int:
@@ -109,7 +103,7 @@ class ScatteredBlocks:
     """Whole blocks that a kernel moves between the cache and a staging buffer.
 
     Block ``ids[i]`` lies in the buffer at byte ``i * block_bytes``. ``host`` are the copies between
-    the buffer and host memory; their ``device`` is an offset into the buffer.
+    the buffer and host memory. Their ``device`` is an offset into the buffer.
     """
 
     ids: I64
@@ -133,7 +127,7 @@ class ForwardedBlocks:
 
     @property
     def total_bytes(self) -> int:
-        """Counted once, however many receivers there are: all get them at the same time."""
+        """Counted once, however many receivers there are: all get the blocks at the same time."""
         return len(self.ids) * self.block_bytes
 
 

@@ -3,19 +3,19 @@
 A GPU's copy engines run beside its kernels and cost them next to nothing, but each operation costs
 time of its own. A kernel of another process makes the engine's kernels wait for a time slice, but
 costs nothing per segment. So the planner looks for the copy-engine operations with the least cost.
-It asks for a kernel only where even those would leave too much of the link idle:
+It asks for a kernel only where copy engines would leave too much of the link idle:
 
 * Segments: contiguous on both sides, many in one call of the driver. Regions that follow one
   another are one segment (block-major caches), as are consecutive blocks of a cache without gaps.
-* Rectangles: rows at one pitch on both sides. Either the rows are the layers of one block, where
-  the layers lie at one pitch in one allocation. Or the rows are consecutive blocks of one layer.
-* Scattered blocks: a kernel gathers them into a staging buffer, or scatters them from it, and one
-  large copy goes between the buffer and host memory.
+* Rectangles: rows at one pitch on both sides. Either the rows are the layers of one block, if the
+  layers lie at one pitch in one allocation. Or the rows are consecutive blocks of one layer.
+* Scattered blocks: a kernel moves them between the cache and a staging buffer, and one large copy
+  goes between the buffer and host memory.
 
 Each run of consecutive blocks gets what costs least by COST_MODEL.
 
-The direction does not matter here: a plan says which bytes of the device and which bytes of the
-host are the same bytes. Addresses are plain integers, so the tests carry plans out on NumPy arrays.
+The direction does not matter here: a plan says which bytes of the device belong to which bytes of
+the host. Addresses are plain integers, so the tests carry plans out on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvdock_server.transfer.plans.arrays import I64, U64, ranges
+from kvdock_server.transfer.plans.arrays import I64, U64, ranges, runs
 from kvdock_server.transfer.plans.cost_model import COST_MODEL, efficiency, segment_costs_us
 from kvdock_server.transfer.plans.group_memory import GroupMemory
 from kvdock_server.transfer.plans.pieces import (
@@ -52,7 +52,7 @@ class Planner:
     ) -> None:
         """``bases`` are the addresses at which the worker's allocations are mapped here.
 
-        No copy crosses any of ``borders``, ascending host addresses.
+        ``borders`` are ascending host addresses that no copy crosses.
         """
         self.layout = layout
         self.block_bytes = layout.block_bytes
@@ -63,12 +63,13 @@ class Planner:
             layout.num_blocks == 1 or self.regions.stride[0] == self.regions.nbytes[0]
         )
         self._are_apart = bool((self.regions.allocation != self.regions.allocation[0]).any())
-        self._grouping = cheapest_grouping(self.regions, self._costs_us(self.regions.nbytes))
+        costs_us = segment_costs_us(self.regions.nbytes, are_apart=self._are_apart)
+        self._grouping = cheapest_grouping(self.regions, costs_us)
         self._run_us = len(self.regions.device) * COST_MODEL.rectangle_us
         self._fits_staging = not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
 
     def may_stage(self, *, forwarded: bool) -> bool:
-        """True if some plans have scattered blocks: a block alone costs copy engines too much.
+        """True if some plans have scattered blocks, since single blocks cost copy engines too much.
 
         ``forwarded``: the load goes on to other devices.
         """
@@ -83,12 +84,12 @@ class Planner:
         stage: bool,
         forwarded: bool = False,
     ) -> Iterator[CopyPiece]:
-        """The pieces that move blocks ``block_ids``, block ``i`` to or from address ``hosts[i]``.
+        """The pieces that move block ``block_ids[i]`` to or from address ``hosts[i]``.
 
-        Every block id must be below the layout's ``num_blocks``. With ``stage`` false there are no
+        Every block id must be below the layout's ``num_blocks``. Without ``stage`` there are no
         scattered blocks. ``forwarded``: the load goes on to other devices.
 
-        Plans while it is iterated. To plan a piece takes about as long as to copy it, at most.
+        Each piece is planned when it is asked for, in the time of its copy at most.
         """
         ids = np.asarray(block_ids, dtype=np.int64)
         # Only blocks that are consecutive on both sides share an operation.
@@ -96,10 +97,11 @@ class Planner:
         if len(self._borders):
             # A block on a border stays alone, so that its neighbours keep their rectangles.
             joined &= ~self._crosses(hosts[:-1], np.uint64(2 * self.block_bytes))
-        starts = np.concatenate([[0], np.flatnonzero(~joined) + 1])
-        lengths = np.diff(np.concatenate([starts, [len(ids)]]))
+        starts, lengths = runs(joined)
         if self._dense:
-            yield from self._dense_pieces(ids, hosts, starts, lengths)
+            device = self.regions.device[0] + ids[starts].astype(np.uint64) * self.regions.stride[0]
+            nbytes = lengths.astype(np.uint64) * np.uint64(self.block_bytes)
+            yield from self._segment_pieces(Segments(device, hosts[starts], nbytes))
             return
         blocks_us = lengths * self._grouping.block_us
         by_rows = self._run_us < blocks_us
@@ -124,25 +126,11 @@ class Planner:
             members = np.repeat(rest, lengths)
             yield from self._block_pieces(ids[members], hosts[members])
 
-    def _costs_us(self, nbytes: U64) -> npt.NDArray[np.float64]:
-        return segment_costs_us(nbytes, are_apart=self._are_apart)
-
     def _stage_blocks_below(self, forwarded: bool) -> float:
         """Share of the link's rate below which single blocks are staged."""
         if self._grouping.strided:
             return COST_MODEL.stage_rectangles_below
         return COST_MODEL.stage_forwarded_below if forwarded else COST_MODEL.stage_segments_below
-
-    def _dense_pieces(self, ids: I64, hosts: U64, starts: I64, lengths: I64) -> Iterator[CopyPiece]:
-        block = np.uint64(self.block_bytes)
-        first = ids[starts].astype(np.uint64)
-        yield from self._segment_pieces(
-            Segments(
-                self.regions.device[0] + first * self.regions.stride[0],
-                hosts[starts],
-                lengths.astype(np.uint64) * block,
-            )
-        )
 
     def _row_pieces(self, first: I64, hosts: U64, lengths: I64) -> Iterator[CopyPiece]:
         """A rectangle for each run and region, whose rows are the run's blocks."""
@@ -185,9 +173,7 @@ class Planner:
                         (regions.device[first] + block * regions.stride[first]).ravel(),
                         (host + regions.host_offset[first]).ravel(),
                         np.tile(regions.nbytes[first], count),
-                        np.tile(groups[:, 1], count),
-                        np.tile(groups[:, 2], count),
-                        np.tile(groups[:, 3], count),
+                        *(np.tile(column, count) for column in groups.T[1:]),
                     )
                 )
             if len(single):
@@ -204,16 +190,18 @@ class Planner:
         size = np.uint64(self.block_bytes)
         for start in range(0, len(ids), blocks):
             host = hosts[start : start + blocks]
-            starts = np.concatenate([[0], np.flatnonzero(np.diff(host) != size) + 1])
-            lengths = np.diff(np.concatenate([starts, [len(host)]])).astype(np.uint64)
-            segments = Segments(starts.astype(np.uint64) * size, host[starts], lengths * size)
+            starts, lengths = runs(np.diff(host) == size)
+            segments = Segments(
+                starts.astype(np.uint64) * size, host[starts], lengths.astype(np.uint64) * size
+            )
             yield ScatteredBlocks(
                 ids[start : start + blocks], self.block_bytes, self._within_borders(segments)
             )
 
     def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
         segments = self._within_borders(_split(segments, MAX_OPERATION_BYTES))
-        for piece in _cut(segments.nbytes, self._costs_us(segments.nbytes)):
+        costs_us = segment_costs_us(segments.nbytes, are_apart=self._are_apart)
+        for piece in _cut(segments.nbytes, costs_us):
             yield segments.take(piece)
 
     def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[CopyPiece]:
@@ -221,14 +209,14 @@ class Planner:
             span = (rectangles.height - np.uint64(1)) * rectangles.host_pitch + rectangles.width
             crossing = self._crosses(rectangles.host, span)
             if crossing.any():
-                # Their blocks lie on a border.
+                # These are blocks that lie on a border.
                 yield from self._segment_pieces(rectangles.take(crossing).rows())
                 rectangles = rectangles.take(~crossing)
         for piece in _cut(rectangles.width * rectangles.height, COST_MODEL.rectangle_us):
             yield rectangles.take(piece)
 
     def _crosses(self, host: U64, span: U64 | np.uint64) -> npt.NDArray[np.bool_]:
-        """For each range of ``span`` bytes at a host address whether a border lies inside it."""
+        """For each range of ``span`` bytes at a host address, whether a border lies inside."""
         first = np.searchsorted(self._borders, host, side="right")
         last = np.searchsorted(self._borders, host + span - np.uint64(1), side="right")
         return np.asarray(first != last, dtype=np.bool_)
@@ -280,7 +268,7 @@ def _split(segments: Segments, most: int) -> Segments:
 def _cut(nbytes: U64, cost_us: float | npt.NDArray[np.float64]) -> Iterator[slice]:
     """Slices of operations, each slice about PIECE_US of work.
 
-    Operation ``i`` moves ``nbytes[i]`` bytes and costs ``cost_us`` besides.
+    Operation ``i`` moves ``nbytes[i]`` bytes. ``cost_us`` is added to the time of its bytes.
     """
     if not len(nbytes):
         return

@@ -1,4 +1,4 @@
-"""Where a worker's regions are mapped, and which of them one copy can move together. Pure."""
+"""Where a worker's regions are mapped, and which regions one copy can move together. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvdock_server.transfer.plans.group_memory import GroupMemory
 from kvdock_server.transfer.plans.pieces import MAX_OPERATION_BYTES
 
 _STEPS = (1, 2)
-"""A strided group has every region from its first on, or every second one: K and V of a layer may
-lie at one distance, and layers at another."""
+"""A strided group has every region from its first on, or every second one: the distance between K
+and V of a layer may differ from the distance between layers."""
 
 
 class MergedRegions(NamedTuple):
-    """The regions of one group, those merged that follow one another on both sides.
+    """The regions of one group. Regions that follow one another on both sides are merged.
 
-    In each column one number for each region, in the order in which the host keeps them: the index
-    of its allocation, the address of block 0's page, the bytes from one block's page to the next
-    block's, the bytes of a page, and where it begins in a block in host memory.
+    In each column one number for each region, in the order of host memory: the index of its
+    allocation, the address of block 0's page, the bytes from one block's page to the next block's,
+    the bytes of a page, and the page's offset in a block in host memory.
     """
 
     allocation: I64
@@ -34,9 +34,9 @@ class MergedRegions(NamedTuple):
 
 
 class StridedGroup(NamedTuple):
-    """``rows`` regions from index ``first`` on that lie at one pitch, in bytes, on either side.
+    """``rows`` regions from index ``first`` on: for each block the rows of one rectangle.
 
-    For each block they are the rows of one rectangle.
+    They lie at one pitch, in bytes, on either side.
     """
 
     first: int
@@ -46,9 +46,9 @@ class StridedGroup(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """All regions: some in strided groups, the others (their indices) as segments of their own.
+    """How the regions of a block are copied: in strided groups, the others as segments.
 
-    ``block_us`` is the cost of one block's copies.
+    ``singles`` are the indices of the others. ``block_us`` is the cost of one block's copies.
     """
 
     strided: list[StridedGroup]
