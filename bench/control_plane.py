@@ -316,6 +316,7 @@ def server_work_row(effort: Effort) -> Row:
     """
     from kvdock_server.core import LockRange, Role
     from kvdock_server.rpc import verbs
+    from kvdock_server.steps import at_once
 
     core = core_with_memory(SERVER_WORK_CHUNKS)
     keys = prompt_keys(SERVER_WORK_CHUNKS)
@@ -333,7 +334,7 @@ def server_work_row(effort: Effort) -> Row:
         answer.SerializeToString()
         seconds.append(time.thread_time() - started)
         lease_id = answer.lookup.lease_id
-        if core.free_locks(session, [LockRange(lease_id)]) != [len(keys)]:
+        if at_once(core.free_locks_in_steps(session, [LockRange(lease_id)])) != [len(keys)]:
             raise RuntimeError("a lookup of cached chunks did not lock them all")
     median = percentile(seconds, 50)
     return Row(

@@ -1,7 +1,7 @@
 """The server's state: sessions, leases, reservations, over index, pool and event log.
 
-Each call happens as a whole, or in steps, and nothing here waits. It knows no gRPC. ``service`` and
-``rpc`` import from here only, and nothing of ``index``.
+Each call happens as a whole, or in steps. Nothing here waits or knows gRPC. ``service`` and ``rpc``
+import from here only, and nothing of ``index``.
 """
 
 from kvdock_server.core.core import MAX_LOCK_RANGES, MAX_READERS, Core, check_session
