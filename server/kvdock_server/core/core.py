@@ -8,13 +8,12 @@ protocol, whose comments say what each verb promises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvdock_server.core.leases import Lease, LeaseTable
-from kvdock_server.core.listing import ListedPart, list_parts
 from kvdock_server.core.ranges import LeaseRange, LockRange
 from kvdock_server.core.reading import (
     MAX_KEYS,
@@ -272,7 +271,6 @@ class Core:
         return lease.space.namespace.name if lease else ""
 
     def count_retrieved(self, shards: Sequence[LocatedShard]) -> None:
-        """Count shards that were delivered."""
         self.counters.retrieved_shards += len(shards)
         self.counters.retrieved_bytes += sum(shard.nbytes for shard in shards)
 
@@ -380,10 +378,6 @@ class Core:
         """Size of one shard of a group; RequestError if there is none, or it is not known."""
         space = self.index.space(namespace)
         return space.shard_bytes(space.namespace.position(group_idx), shard)
-
-    def list_parts(self, namespace: str) -> Generator[list[ListedPart] | None, None, None]:
-        """The parts of each chunk of a namespace in turn, as ``listing.list_parts`` says."""
-        return list_parts(self.index.space(namespace))
 
     def clear(self, namespace: str) -> int:
         """Make everything in a namespace invisible, or in all if the name is empty.

@@ -177,7 +177,6 @@ class LeaseTable:
         return list(self._by_owner.get(owner, {}).values())
 
     def of_engine(self, engine_id: str) -> list[Lease]:
-        """The leases of an engine."""
         return list(self._by_engine.get(engine_id, {}).values())
 
     def expire(self, now: float) -> Steps[None]:

@@ -85,7 +85,6 @@ class Session:
 
     @property
     def reserved_chunks(self) -> int:
-        """Chunks that the session is writing."""
         return sum(reservation.slots for reservation in self.reservations.values())
 
     def refuse_if_expired(self) -> None:
@@ -99,8 +98,6 @@ class Session:
 
 
 class SessionTable:
-    """All sessions of a server."""
-
     def __init__(self) -> None:
         self._sessions: dict[int, Session] = {}
         self._by_token: dict[bytes, Session] = {}
@@ -153,7 +150,6 @@ class SessionTable:
         return session
 
     def close(self, session: Session) -> None:
-        """Forget a session."""
         self._sessions.pop(session.session_id, None)
         self._by_token.pop(session.token, None)
 

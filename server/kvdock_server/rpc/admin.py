@@ -12,7 +12,7 @@ from kvdock.v1 import admin_pb2 as pb
 from kvdock.v1 import admin_pb2_grpc, session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
-from kvdock_server.core import Core, ListedPart, Session
+from kvdock_server.core import Core, ListedPart, Session, list_parts
 from kvdock_server.rpc.conversions import namespace_to_proto
 from kvdock_server.rpc.grpc_errors import Context, streaming, unary
 from kvdock_server.service.turns import in_turns
@@ -92,7 +92,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: pb.ListChunksRequest, context: Context
     ) -> AsyncIterator[pb.ListChunksResponse]:
         response = pb.ListChunksResponse()
-        with contextlib.closing(self._core.list_parts(request.namespace)) as chunks:
+        space = self._core.index.space(request.namespace)
+        with contextlib.closing(list_parts(space)) as chunks:
             for seen, parts in enumerate(chunks, 1):
                 if parts is None:
                     return

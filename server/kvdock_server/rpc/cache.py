@@ -30,7 +30,6 @@ _SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 
 def add_cache_service(server: grpc.aio.Server, service: CacheService) -> None:
-    """Serve CacheService."""
     get = grpc.unary_stream_rpc_method_handler(
         service.Get, request_deserializer=pb.GetRequest.FromString
     )

@@ -46,12 +46,10 @@ def status_to_proto(status: ChunkStatus) -> types.ChunkStatus.ValueType:
 
 
 def statuses(of_chunks: Iterable[ChunkStatus]) -> list[types.ChunkStatus.ValueType]:
-    """What became of chunks, as messages carry it."""
     return [status_to_proto(status) for status in of_chunks]
 
 
 def retrieved(core: Core, chunks: Iterable[RetrievedChunk]) -> Steps[pb.RetrieveResponse]:
-    """The answer to a Retrieve."""
     response = pb.RetrieveResponse(epoch=core.epoch)
     for status, shard in chunks:
         response.chunks.add(
@@ -63,12 +61,10 @@ def retrieved(core: Core, chunks: Iterable[RetrievedChunk]) -> Steps[pb.Retrieve
 
 
 def location(shard: LocatedShard | Slot) -> types.Location:
-    """Where a shard lies in the pool, or will lie."""
     return types.Location(offset=shard.offset, length=shard.nbytes)
 
 
 def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
-    """What a Store asks for."""
     return StoreCall(
         request.namespace,
         group_idx(request),
@@ -85,7 +81,6 @@ def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
 
 
 def retrieve_call(request: pb.RetrieveRequest) -> RetrieveCall:
-    """What a Retrieve asks for."""
     return RetrieveCall(
         LeaseRange(request.lease_id, group_idx(request), request.first_chunk, request.end_chunk),
         request.kv_worker_id,

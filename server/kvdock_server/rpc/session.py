@@ -126,8 +126,6 @@ async def _first(requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionReques
 
 
 class _SessionStream:
-    """Answers the requests of one session."""
-
     def __init__(self, service: Service, session: sessions.Session, context: Context) -> None:
         self._service = service
         self._core = service.core
@@ -138,7 +136,6 @@ class _SessionStream:
         self._room = asyncio.Semaphore(_COPIES_AT_ONCE)
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Answer until the client ends the stream."""
         async for request in requests:
             kind = request.WhichOneof("request")
             if self._takes_time(kind):
