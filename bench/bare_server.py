@@ -1,14 +1,14 @@
-"""The least that gRPC can be: what the benchmarks hold KVDock's rates against.
+"""A gRPC server that does as little as one can, to compare KVDock's rates with.
 
-A grpc.aio server of raw bytes, without messages, state or copies:
+It is a grpc.aio server of raw bytes, without messages, state or copies:
 
-* /bare/Turn, a bidirectional stream: each message is answered with as many bytes as its first four
-  say (little-endian).
-* /bare/Upload, a client stream: counts what comes and answers with the count in eight bytes.
-* /bare/Download, a server stream: the request says how many messages of how many bytes.
+* /bare/Turn, a bidirectional stream: the first four bytes of each message (little-endian) say how
+  many bytes its answer has.
+* /bare/Upload, a client stream: answers with the number of bytes that came, in eight bytes.
+* /bare/Download, a server stream: the request says how many messages to send, of how many bytes.
 
-Run as a program with the target to listen on; it prints a line when it is ready and stops at the
-end of its input.
+Run this file as a program, with the address to listen at. It prints a line when it is ready, and
+stops at the end of its input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bare server as a child process, and clients of it arranged as KVDock's own are."""
+"""The bare server as a child process, and clients of it that are built as KVDock's own are."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BareServer:
 
 
 class BareStream:
-    """A held stream, threads and futures as in kvdock.Session, without messages and state."""
+    """An open stream with threads and futures as in kvdock.Session, but no messages or state."""
 
     def __init__(self, target: str) -> None:
         self._channel = grpc.insecure_channel(target, OPTIONS)
@@ -81,12 +81,12 @@ class BareStream:
 
 
 def turn_message(request_bytes: int, answer_bytes: int) -> bytes:
-    """A message for BareStream.turn: so long, and answered with so much."""
+    """A message of ``request_bytes`` for BareStream.turn. Its answer has ``answer_bytes``."""
     return struct.pack("<I", answer_bytes) + bytes(request_bytes - 4)
 
 
 def upload(target: str, messages: int, nbytes: int) -> None:
-    """Send so many messages of so many bytes in one stream."""
+    """Send ``messages`` messages of ``nbytes`` each in one stream."""
 
     def requests() -> Iterator[bytes]:
         message = bytes(nbytes)
@@ -101,7 +101,7 @@ def upload(target: str, messages: int, nbytes: int) -> None:
 
 
 def download(target: str, messages: int, nbytes: int) -> None:
-    """Receive so many messages of so many bytes in one stream."""
+    """Receive ``messages`` messages of ``nbytes`` each in one stream."""
     with grpc.insecure_channel(target, OPTIONS) as channel:
         call = channel.unary_stream("/bare/Download", bytes, bytes)
         received = sum(len(message) for message in call(struct.pack("<QQ", messages, nbytes)))

@@ -3,9 +3,9 @@
     python bench/control_plane.py [--quick]
 
 Lookups of 128 keys (a prompt of 32,768 tokens at 256 a chunk, all cached) are timed in turns with
-bare round trips: a gRPC stream of raw bytes of the same sizes, arranged the same way on the client,
-to a server that does nothing (bench/bare_server.py). Prints a table; exit status 1 if a bound is
-missed.
+bare round trips. A bare round trip sends raw bytes of the same sizes over a gRPC stream, whose
+client is built the same way, to a server that does nothing (bench/bare_server.py). Prints a table;
+exit status 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def prompt_keys(chunks: int, first_token: int = 0) -> list[bytes]:
-    """Keys of a prompt of so many chunks."""
+    """Keys of a prompt of ``chunks`` chunks."""
     return chunk_keys(range(first_token, first_token + chunks * CHUNK_TOKENS), CHUNK_TOKENS)
 
 
@@ -210,7 +210,7 @@ def latency_rows(what: str, latencies: Latencies) -> list[Row]:
 
 
 def miss_row(address: str) -> Row:
-    """Count the messages of a miss on the wire, and what the server keeps of it."""
+    """Count the messages of a miss on the wire, and the locks that are left afterwards."""
     outbox: queue.SimpleQueue[session_pb2.SessionRequest | None] = queue.SimpleQueue()
     with Client(address) as client, grpc.insecure_channel(client.address.target) as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
@@ -243,7 +243,7 @@ def miss_row(address: str) -> Row:
 
 
 def rate_row(address: str, bare_target: str, effort: Effort) -> Row:
-    """Eight client processes at once, against as many on the bare server."""
+    """The rate of eight client processes at once, beside eight clients of the bare server."""
     context = multiprocessing.get_context("spawn")
     counts = {lookup_client: 0, bare_client: 0}
     targets = {lookup_client: address, bare_client: bare_target}
@@ -267,7 +267,10 @@ def rate_row(address: str, bare_target: str, effort: Effort) -> Row:
 
 
 def lookup_client(address: str, start: float, seconds: float) -> int:
-    """Lookups that one process makes from start on (time.time), their locks freed now and then."""
+    """How many lookups one process makes in ``seconds`` from ``start`` (time.time) on.
+
+    It frees the locks of some lookups at a time.
+    """
     keys = prompt_keys(PROMPT_CHUNKS)
     held: list[cache_pb2.LockRange] = []
     with Client(address) as client, client.session(role="scheduler") as session:
@@ -286,7 +289,7 @@ def lookup_client(address: str, start: float, seconds: float) -> int:
 
 
 def bare_client(target: str, start: float, seconds: float) -> int:
-    """Round trips of a lookup's sizes that one process makes."""
+    """How many round trips one process makes, with messages of a lookup's sizes."""
     message = turn_message(*message_sizes(prompt_keys(PROMPT_CHUNKS)))
     bare = BareStream(target)
     count = count_calls(start, seconds, lambda: bare.turn(message))
@@ -310,12 +313,13 @@ def in_a_fresh_process(measure: Callable[[Effort], Row], effort: Effort) -> Row:
 
 
 def server_work_row(effort: Effort) -> Row:
-    """All that the server does for a lookup, but for gRPC: parse, look up, lock, answer.
+    """All of the server's work for a lookup except gRPC: parse, look up, lock, answer.
 
-    In CPU time of its thread: what other processes do to the clock is no work of the server.
+    Measured in CPU time of its thread, which other processes do not lengthen.
     """
     from kvdock_server.core import LockRange, Role
     from kvdock_server.rpc import verbs
+    from kvdock_server.steps import at_once
 
     core = core_with_memory(SERVER_WORK_CHUNKS)
     keys = prompt_keys(SERVER_WORK_CHUNKS)
@@ -333,7 +337,7 @@ def server_work_row(effort: Effort) -> Row:
         answer.SerializeToString()
         seconds.append(time.thread_time() - started)
         lease_id = answer.lookup.lease_id
-        if core.free_locks(session, [LockRange(lease_id)]) != [len(keys)]:
+        if at_once(core.free_locks_in_steps(session, [LockRange(lease_id)])) != [len(keys)]:
             raise RuntimeError("a lookup of cached chunks did not lock them all")
     median = percentile(seconds, 50)
     return Row(
@@ -345,7 +349,7 @@ def server_work_row(effort: Effort) -> Row:
 
 
 def index_row(effort: Effort) -> Row:
-    """Resident memory that chunks add to a process that holds nothing else."""
+    """Resident memory that each chunk adds to a process that holds nothing else."""
     core = core_with_memory(effort.index_chunks)
     before = resident_bytes()
     # Prompts of 1,024 chunks, and all their keys new: each chunk has a key of its own in the index.
@@ -364,7 +368,7 @@ def index_row(effort: Effort) -> Row:
 
 
 def core_with_memory(chunks: int) -> Any:
-    """A server's core in this process, with room for so many chunks in memory that is not there."""
+    """A server's core in this process, with room for ``chunks`` chunks. Its memory is not real."""
     from kvdock_server.core import Core
     from kvdock_server.rpc import verbs
     from kvdock_server.tiers.host.slots import SlotAllocator

@@ -2,13 +2,14 @@
 
     python bench/data_path.py [--quick]
 
-* shared: a session reserves, copies into the pool and commits; looks up, copies out and frees. Each
-  is timed as a whole, calls included, in turns with a plain memcpy of the same bytes between pages
-  of the same kinds (this process's own, and shared memory) that were touched before.
+* shared: a session stores (reserve, copy into the pool, commit) and retrieves (look up, copy out,
+  free the locks). Each is timed as a whole, calls included, in turns with a plain memcpy of the
+  same bytes. The memcpy is between pages of the same kinds (this process's own, and shared memory)
+  that were touched before.
 * inline: put and get of the client, in turns with a raw gRPC stream of messages of the same size to
   and from a server that does nothing (bench/bare_server.py).
-* lookups of 128 keys while another process stores and retrieves without pause, in turns with the
-  same while it rests.
+* lookups of 128 keys while another process stores and retrieves without pause, in turns with
+  lookups while that process rests.
 
 Every byte that comes back is compared. Prints a table; exit status 1 if a bound is missed.
 """
@@ -47,9 +48,8 @@ CHUNKS = 64
 POOL_BYTES = 5 << 30
 
 PIECE_BYTES = 8 << 20
-"""Copies give way to others after each piece. A kernel that lets a copying process finish its time
-slice, as Linux does, would otherwise keep everybody who is woken on its core waiting for some
-milliseconds, the server included."""
+"""After each piece a copy lets other processes run. Linux lets a copying process finish its time
+slice, so processes that are woken on its core, the server's too, would wait for milliseconds."""
 NAMESPACE = Namespace("bench", CHUNK_TOKENS, 1, (Group(shard_bytes=(SHARD_BYTES,)),))
 
 PROMPT_CHUNKS = 128
@@ -74,7 +74,7 @@ class Effort:
     inline_chunks: int
     tail_rounds: int
     tail_seconds: float
-    """Of lookups a round without load, and as long with it."""
+    """How long each round looks up without load, and then again under load."""
 
 
 FULL = Effort(10, 6, 16, 4, 2.0)
@@ -83,7 +83,7 @@ QUICK = Effort(4, 3, 8, 2, 1.0)
 
 @dataclass
 class Timings:
-    """Seconds for the same bytes, of each round: KVDock's, and the ceiling's before and after."""
+    """Seconds for the same bytes in each round: KVDock's, and the ceiling's mean around it."""
 
     nbytes: int
     kvdock: list[float] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Timings:
         self.ceiling.append((before + after) / 2)
 
     def row(self, what: str, ceiling: str, bound: float) -> Row:
-        """Medians; that of the ratio over the rounds, since the machine's speed changes."""
+        """A row of medians. The ratio is taken in each round, since the machine's speed changes."""
         ratio = median(own / mine for own, mine in zip(self.ceiling, self.kvdock, strict=True))
         return Row(
             what,
@@ -131,7 +131,7 @@ def touch_pool(session: Session) -> None:
     """Enter every page of the pool into this process's page tables, to be written to."""
     for segment in session.pool.segments:
         whole = session.pool.array(Location(segment.segment_id, 0, segment.nbytes))
-        whole[:: 1 << 12] |= 0  # what is there stays
+        whole[:: 1 << 12] |= 0  # leaves the bytes as they are
 
 
 def new_keys(count: int) -> list[bytes]:
@@ -140,7 +140,7 @@ def new_keys(count: int) -> list[bytes]:
 
 
 def touched(chunks: int) -> Bytes:
-    """So many shards of random bytes in pages that were written to, aligned as the pool is."""
+    """``chunks`` shards of random bytes, aligned as the pool is, in pages that were written to."""
     piece = np.frombuffer(secrets.token_bytes(SHARD_BYTES), np.uint8)
     memory = mmap.mmap(-1, chunks * SHARD_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     shards = np.frombuffer(memory, np.uint8).reshape(chunks, SHARD_BYTES)
@@ -150,10 +150,9 @@ def touched(chunks: int) -> Bytes:
 
 
 def touched_shared(chunks: int) -> Bytes:
-    """So many shards in pages of shared memory that were written to, as the pool's are.
+    """``chunks`` shards in pages of shared memory that were written to, as the pool's are.
 
-    The kernel gives a file's pages less kindly than a process's own: copies to and from them are
-    some 5% slower, whoever makes them.
+    Copies to and from a file's pages are some 5% slower than between a process's own.
     """
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(chunks * SHARD_BYTES)
@@ -259,7 +258,7 @@ def get(client: Client, keys: Sequence[bytes], shards: Bytes) -> None:
 
 
 Load = Callable[[str], Iterator[None]]
-"""Copies without end from a client of its own; yields between copies."""
+"""Copies without end, with a client of its own. Yields between two copies."""
 
 
 def shared_load(address: str) -> Iterator[None]:
@@ -316,7 +315,7 @@ def tail_row(client: Client, load: Load, effort: Effort) -> Row:
                 running.set()
                 loaded += lookups(session, keys, effort.tail_seconds)
                 running.clear()
-                # Its last copy ends before the lookups that are to be without any.
+                # Long enough for its last copy to end before the lookups without load.
                 time.sleep(0.5)
     finally:
         stop.set()
@@ -335,7 +334,7 @@ def tail_row(client: Client, load: Load, effort: Effort) -> Row:
 
 
 def lookups(session: Session, keys: list[bytes], seconds: float) -> list[float]:
-    """Seconds that each lookup took, one after the other for so many seconds."""
+    """Look up again and again for ``seconds``; how many seconds each lookup took."""
     measured = []
     end = time.perf_counter() + seconds
     while (started := time.perf_counter()) < end:

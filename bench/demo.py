@@ -1,12 +1,12 @@
 """What KVDock does, in two minutes on any machine: `make demo`.
 
-A server is started. A vLLM process that never saw them answers a few long prompts and exits. A
-second vLLM process, as new as the first, gets the same prompts: their KV cache comes from the
-server, so the first token comes much sooner, and the tokens are the same. Then one cached chunk of
-one prompt is overwritten, and a third process answers that prompt, and only that, differently:
-the cache is really what the tokens are made from.
+The demo starts a server. A vLLM process answers a few long prompts that it never saw, and exits. A
+second vLLM process, as new as the first, gets the same prompts. Their KV cache comes from the
+server, so the first tokens come much sooner, and the tokens are the same. Then the demo overwrites
+one cached chunk of one prompt. A third process answers this prompt differently, and the others as
+before: so the tokens are really made from the cache.
 
-Exit status 0 if all of that was so, else 1.
+Exit status 0 if all of this happened, else 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """Something that has to be so."""
+    """A claim, and whether it holds."""
 
     claim: str
     holds: bool
@@ -122,8 +122,8 @@ def _answer(
     """Answer the prompts one after the other in a vLLM process of its own, which then exits."""
     begin(f"starting the {name} vLLM process")
     with EngineProcess(model, log=log, kv_connector={"kvdock.address": address}) as engine:
-        # The first prompt of a process pays for things that later ones find done. One of its own,
-        # so that no process has an advantage over another.
+        # The first prompt of a process pays for what is set up only once. This one is another in
+        # each process, so that none finds it cached.
         engine.generate(Request(random_prompt(max(PROMPT_TOKENS), seed=os.getpid() + engine.pid)))
         done()
         generations = []
@@ -185,7 +185,7 @@ def _table(
 def verdict(
     cold: Sequence[Generation], warm: Sequence[Generation], control: Sequence[Generation]
 ) -> list[Check]:
-    """What the three processes' answers show, one generation for each of PROMPT_TOKENS."""
+    """Check the answers of the three processes, one generation for each of PROMPT_TOKENS."""
     full_chunks = [tokens // CHUNK_TOKENS * CHUNK_TOKENS for tokens in PROMPT_TOKENS]
     speedup = sum(map(_ttft, cold)) / sum(map(_ttft, warm))
     same = [third.tokens == first.tokens for first, third in zip(cold, control, strict=True)]
@@ -211,7 +211,7 @@ def verdict(
 
 
 def _print_logs(folder: Path, console: Console) -> None:
-    """What the server and the connectors had to say."""
+    """Print the server's log and the connectors' log lines."""
     for log in sorted(folder.glob("*.log")):
         for line in log.read_text(errors="replace").splitlines():
             if "KVDock" in line or log.name == "server.log":

@@ -1,6 +1,6 @@
-"""One model's chunks take the place of another's in a pool: how much of the pool do they get?
+"""How much of a pool one model's chunks get when the pool is full of another model's chunks.
 
-In this process, with a server's index over memory that is not there.
+This is measured in one process, with a server's index over memory that is not real.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ QWEN3_14B = _attention(40, 8, 128)
 QWEN3_30B_A3B = _attention(48, 4, 128)
 QWEN25_14B = _attention(48, 8, 128)
 GEMMA3_12B = _attention(8, 8, 256)
-"""One of its groups, of which each has as many layers."""
+"""One of its groups. Each has the same number of layers."""
 GEMMA3_27B = _attention(10, 16, 128)
 DEEPSEEK_V3 = CHUNK_TOKENS * 61 * 576 * 2
 
 
 class Pair(NamedTuple):
-    """What two models' shards of a chunk take, and the pool in which the second follows."""
+    """Bytes of a chunk's shard of two models, and of the pool in which the second follows."""
 
     name: str
     first: int
@@ -81,7 +81,7 @@ class Model:
         self._stored = 0
 
     def store(self, nbytes: int) -> list[list[bytes]]:
-        """Store new prompts of so many bytes together; their keys."""
+        """Store new prompts of ``nbytes`` in all; the keys of each."""
         prompts = []
         for _ in range(0, nbytes, self._shard_bytes * self._prompt_chunks):
             first = self._stored
@@ -98,19 +98,22 @@ class Model:
 
     @property
     def bytes(self) -> int:
-        """What of it can be found."""
+        """Bytes of the model's parts that a lookup can find."""
         return self._core.index.space(self._name).visible_parts * self._shard_bytes
 
 
 def core_of(pool: int, *, slab: int = 0) -> Core:
-    """A core over an empty pool of so many bytes, cut as the server cuts it if nothing is said."""
+    """A core over an empty pool of ``pool`` bytes. ``slab`` 0: slabs as large as the server's."""
     slots = SlotAllocator(pool, slab or slab_bytes(pool))
     slots.add(0, slots.limit_bytes)
     return Core(slots)
 
 
 def share_of_fresh(pair: Pair, prompt_chunks: int) -> float:
-    """What the second model has after two pool volumes of it, by what it has in a fresh pool."""
+    """The second model's bytes in a pool full of the first model's, over those in a fresh pool.
+
+    It stores as much as fits into a fresh pool, and twice as much into the full one.
+    """
     core = core_of(pair.pool)
     fresh = Model(core, "second", pair.second, prompt_chunks)
     fresh.store(pair.pool)

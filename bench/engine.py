@@ -2,16 +2,17 @@
 
     python bench/engine.py [--prompts 8] [--engines plain,kvdock,native,kvdock-block-major]
 
-A Llama-3.1-8B-shaped model in bfloat16, one engine after another on one GPU, each in a process of
-its own: without connector; with KVDock, and a server started for it; with vLLM's own CPU offloading
-(OffloadingConnector); and with KVDock on vLLM's V1 runner, which up to 0.26 is the one that keeps
-all layers of a block together when a connector prefers that.
+The model is shaped like Llama 3.1 8B, in bfloat16. Four engines run one after another on one GPU,
+each in a process of its own: one without connector; one with KVDock and a server; one with vLLM's
+own CPU offloading (OffloadingConnector); and one with KVDock on vLLM's V1 runner. Up to vLLM 0.26
+only that runner keeps all layers of a block together when a connector prefers it.
 
-Each prompt is asked cold, again at once (it is in the GPU's own cache then), and once more after
-other prompts have taken all of the GPU's cache, so that it comes from the connector; where it came
-from is checked, and that all answers are equal. Beside a hit stands the time that its bytes take at
-the rate of one large copy of pinned memory, measured in the same run. Then a batch of new prompts
-is generated, all of which is stored, beside the same batch without a connector.
+Each prompt is asked three times: cold; at once again, when it is in the GPU's own cache; and after
+other prompts have taken all of the GPU's cache, when it comes from the connector. The benchmark
+checks where each prompt came from, and that all answers are equal. Beside a hit stands the time
+that its bytes take at the rate of one large copy of pinned memory, measured in the same run. Then
+answers to a batch of new prompts are generated, all of which is stored, beside the same batch
+without a connector.
 
 Prints a table; exit status 1 if a bound is missed.
 """
@@ -45,7 +46,7 @@ BATCHES = 3
 POOL_GIB = 32
 ENGINE_SECONDS = 170
 CEILING_REPEATS = 7
-# A prompt's last scheduling step is of its last token alone, except where all fits into one step.
+# The last scheduling step of a prompt computes its last token alone. These prompts take one step.
 ONE_STEP = ("1k",)
 
 MOST_OVER_TRANSFER = 1.15
@@ -109,7 +110,7 @@ def main() -> int:
 
 
 def run(engine: Engine, prompts: int, seconds: float) -> tuple[dict[str, Any], str]:
-    """What the engine's process measured, as far as it came, and why it came no further."""
+    """Run an engine. What its process measured before it ended, and why it failed, if it did."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if engine.v1_runner:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -166,7 +167,7 @@ def run(engine: Engine, prompts: int, seconds: float) -> tuple[dict[str, Any], s
 
 
 def keep_log(engine: Engine, text: str, server: ServerProcess | None) -> None:
-    """Beside the table, where somebody asks for it by ``BENCH_LOGS``."""
+    """Keep the logs in the folder named by the environment variable BENCH_LOGS, if there is one."""
     folder = os.environ.get("BENCH_LOGS")
     if folder:
         (Path(folder) / f"{engine.name}.log").write_text(text[-2_000_000:])
@@ -232,7 +233,7 @@ def first_token_rows(name: str, results: dict[str, dict[str, Any]], ceiling: flo
 
 
 def answer_rows(results: dict[str, dict[str, Any]]) -> list[Row]:
-    """Equal prompts have equal answers, wherever their KV came from."""
+    """Rows on whether equal prompts have equal answers, wherever their KV cache came from."""
     answers: dict[tuple[str, int], list[list[int]]] = {}
     in_one_step: list[bool] = []
     misses = 0
@@ -241,7 +242,7 @@ def answer_rows(results: dict[str, dict[str, Any]]) -> list[Row]:
             for kind, of_kind in samples.items():
                 for index, sample in enumerate(of_kind):
                     if kind == "cold" and name in ONE_STEP:
-                        # Its last token was computed together with the others: rounded otherwise.
+                        # Its last token was computed with the others, which rounds differently.
                         in_one_step.append(sample["tokens"] == samples["gpu"][index]["tokens"])
                     else:
                         answers.setdefault((name, index), []).append(sample["tokens"])
@@ -320,7 +321,7 @@ def milliseconds(results: dict[str, dict[str, Any]], engine: str, name: str, kin
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """What is not in the table."""
+    """Figures that are not in the table."""
     first = result.get("first_hit") or {}
     return {
         "runner": result.get("runner"),

@@ -1,14 +1,14 @@
-"""One engine of bench/engine.py: real vLLM in this process, measured, and the figures as JSON.
+"""Runs and measures one engine of bench/engine.py, and writes the figures as JSON.
 
     python bench/engine_child.py PLAN.json RESULT.json
 
 The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) and is stepped as vLLM's own core
-loop steps it. Its weights are random, scaled so that the cache decides what it answers
-(bench/modelkit.py): what is loaded wrongly changes the tokens.
+loop steps it. Its weights are random, scaled so that the cache decides the answers
+(bench/modelkit.py): bytes that are loaded wrongly change the tokens.
 
 Prompts have one token more than whole chunks and whole scheduling steps. So the last token is
 computed alone, over the same cached tokens, whether these were computed, found in the engine's own
-cache or loaded: the same kernels on the same shapes, whose greedy tokens must be equal to the bit.
+cache or loaded. Kernels and shapes are the same, so the greedy tokens must be exactly equal.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ EXTRA_TOKENS = "num_kvdock_extra_cached_tokens"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run."""
+    """The measurements to make, as bench/engine.py asks for them."""
 
     kv_transfer_config: dict[str, Any] | None
     lengths: dict[str, int]
     """Prompts of each length in tokens, by name."""
     prompts: int
-    """Of each length."""
+    """Number of prompts of each length."""
     batches: int
-    """Runs of the batch."""
+    """How often to run the batch."""
 
 
 @dataclass
@@ -78,13 +78,13 @@ class Sample:
     """One request."""
 
     ttft: float
-    """Seconds from handing it to the engine to its first token."""
+    """Seconds from handing the request to the engine to its first token."""
     tokens: list[int]
     cached_tokens: int
     local_tokens: int
-    """Found in the engine's own cache, as its connector was told. Without connector: all cached."""
+    """Found in the engine's own cache, as the connector was told. Without connector: all cached."""
     loaded_tokens: int
-    """What the connector promised; of KVDock what it says was really loaded."""
+    """Tokens that the connector promised. KVDock: tokens that it says were really loaded."""
 
 
 @dataclass
@@ -96,17 +96,17 @@ class Result:
     cudagraph_mode: str
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     first_hit: Sample | None = None
-    """The engine's first load: whatever has to be made ready is in it."""
+    """The engine's first load, which includes everything that is set up only once."""
     control_differs: bool = False
-    """Other tokens in the middle of a prompt change the answer."""
+    """True if other tokens in the middle of a prompt change the answer."""
     batch_rates: list[float] = field(default_factory=list)
-    """Generated tokens a second, prompts included, a run."""
+    """For each run: generated tokens a second. The time includes the prompts."""
     batch_gaps: list[list[float]] = field(default_factory=list)
-    """Median and 99th percentile of the seconds between two tokens of a request, a run."""
+    """For each run: median and 99th percentile of the seconds between two tokens of a request."""
 
 
 class Engine:
-    """vLLM, its connector overheard."""
+    """A vLLM engine. It also notes what its connector reports."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         config = {**LLAMA_8B.config(), "torch_dtype": "bfloat16"}
@@ -262,7 +262,7 @@ def fill_weights(model: Any) -> None:
 
 
 def measure(engine: Engine, plan: Plan, result: Result) -> Iterator[None]:
-    """Fill in ``result``, step by step."""
+    """Make the measurements one after another, and fill in ``result``."""
     has_connector = plan.kv_transfer_config is not None
 
     def prompt(tokens: int, index: int) -> list[int]:
@@ -318,7 +318,7 @@ def main() -> None:
     result = Result(time.perf_counter() - started, engine.runner, engine.cudagraph_mode)
     print(f"engine up in {result.start_seconds:.1f} s", flush=True)
     for _ in measure(engine, plan, result):
-        # What is measured so far counts even if what follows fails.
+        # These figures count even if a later measurement fails.
         target.write_text(json.dumps(asdict(result)))
         print(f"{time.perf_counter() - started:.1f} s", flush=True)
     engine.close()

@@ -174,8 +174,8 @@ def main(answers_fd: int) -> NoReturn:
         status = 0
     except BaseException:
         traceback.print_exc()
-    # As the interpreter ends, but that it does not first free what vLLM and torch have made, which
-    # takes two seconds.
+    # As the interpreter ends, but without freeing all objects of vLLM and torch first, which takes
+    # two seconds.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     logging.shutdown()

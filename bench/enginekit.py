@@ -1,4 +1,4 @@
-"""Real vLLM engines as child processes: what the demo and the end-to-end tests run prompts on."""
+"""Real vLLM engines as child processes, for the demo and the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SEED = Path(__file__).with_name("engine_seed.py")
 DEFAULT_ARGUMENTS: Mapping[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
-    # Cold and warm runs batch differently. In float32 the rounding that this brings is far below
-    # the distance between the best two tokens; in bfloat16 it is not.
+    # Cold and warm runs batch differently, and so round differently. In float32 that difference is
+    # far below the distance between the best two tokens; in bfloat16 it is not.
     "dtype": "float32",
     "block_size": 32,
     "max_model_len": 4096,
@@ -45,7 +45,7 @@ class EngineError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and what to do with it; decoding is greedy and never stops early."""
+    """One prompt and how to answer it. Decoding is greedy and never stops early."""
 
     prompt: Sequence[int]
     max_tokens: int = 16
@@ -54,14 +54,14 @@ class Request:
     lora: str | None = None
     """Folder of an adapter, whose name is the folder's. The engine must have enable_lora."""
     abort_after_steps: int | None = None
-    """Abort after so many engine steps, counted for the whole batch."""
+    """Abort after this number of engine steps, counted for the whole batch."""
     zero_kv: tuple[int, int] | None = None
     """After the first token, zero the KV cache of the prompt's tokens [first, end)."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What came of a request."""
+    """The answer to a request."""
 
     tokens: list[int]
     num_cached_tokens: int | None
@@ -85,10 +85,9 @@ class EngineProcess:
         model: folder of the checkpoint.
         log: file that takes everything the process prints.
         kv_connector: extra configuration of KVDockConnector; None runs without any connector.
-        environment: on top of this process's own.
+        environment: variables to add to this process's own.
         timeout_s: for the start and for each command.
-        nursery: of ``engine_nursery``, where the process is forked; None starts an interpreter of
-            its own.
+        nursery: forks the process (see ``engine_nursery``); None starts a new interpreter.
         arguments: of vLLM's EngineArgs, over DEFAULT_ARGUMENTS.
 
     Raises:

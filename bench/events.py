@@ -2,13 +2,14 @@
 
     python bench/events.py [--quick]
 
-For 1, 8 and 64 readers: events a second while stores go on as fast as one client can make them,
-until every reader has every event, and the delay from the commit (as its client calls it) to the
-reader while stores come at a moderate rate. Beside the rate, as the machine's own measure: as many
-messages of the same size from a bare gRPC server that does nothing else (bench/bare_server.py) to
-as many readers, which only count bytes. Every event carries the data of a chunk of 256 tokens
-(hashes of 16 blocks, token ids). Readers are streams with a connection each, spread over up to four
-processes.
+Measures two things for 1, 8 and 64 readers. The first is events a second, while one client stores
+as fast as it can, until every reader has every event. The second is the delay from the client's
+call of commit to the reader, while stores come at a moderate rate.
+
+Beside the first stands the machine's own rate: a bare gRPC server (bench/bare_server.py) sends as
+many messages of the same size to as many readers, which only count bytes. Every event carries the
+data of a chunk of 256 tokens (hashes of 16 blocks, token ids). Each reader is a stream with its own
+connection. The readers are spread over up to four processes.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class Effort:
     """How much to measure."""
 
     events: int
-    """As fast as can be."""
+    """Stored as fast as one client can."""
     delays: int
-    """One at a time."""
+    """Events stored one at a time, whose delays are measured."""
     rate: float
-    """Commits a second while delays are taken."""
+    """Commits a second while delays are measured."""
 
 
 FULL = Effort(events=40_000, delays=1_500, rate=150.0)
@@ -66,7 +67,7 @@ QUICK = Effort(events=8_000, delays=300, rate=150.0)
 
 @dataclass(frozen=True)
 class Result:
-    """Of one number of readers. Times in seconds."""
+    """What one number of readers gave. Times are in seconds."""
 
     readers: int
     stored_rate: float
@@ -74,16 +75,19 @@ class Result:
     delivered_rate: float
     """Events a second to each reader, until the last one has the last."""
     messages: float
-    """A reader."""
+    """Messages to each reader."""
     bare_rate: float
-    """Events a second that the same messages from a bare server would be, to each reader."""
+    """Events a second to each reader, if a bare server sent the same messages."""
     server_cpu: float
-    """For each event and reader, publishing included."""
+    """CPU seconds of the server for each event and reader, publishing included."""
     delays: list[float]
 
 
 async def read(address: str, streams: int, pipe: Connection) -> None:
-    """The readers of one process. Sends when each of them has what it was told to wait for."""
+    """The readers of one process.
+
+    The pipe tells for which event to wait. When each reader has it, the result is sent back.
+    """
     parsed = parse(address)
     own = ("grpc.use_local_subchannel_pool", 1)
     goal = asyncio.Event()
@@ -122,7 +126,7 @@ async def read(address: str, streams: int, pipe: Connection) -> None:
 
 
 async def read_bare(target: str, streams: int, pipe: Connection) -> None:
-    """As many readers of a bare server; told how many messages of how many bytes, each."""
+    """``streams`` readers of a bare server, told over the pipe how many messages of which size."""
     channels = [grpc.aio.insecure_channel(target, OPTIONS) for _ in range(streams)]
     for channel in channels:
         await channel.channel_ready()
@@ -147,7 +151,7 @@ def reader_process(
 
 
 class Readers:
-    """All readers; they read when the constructor returns."""
+    """All readers. They are reading when the constructor returns."""
 
     def __init__(
         self,
@@ -195,7 +199,7 @@ class Writer:
         self._count = 0
 
     def store(self, chunks: int) -> float:
-        """When the commit was called."""
+        """Store ``chunks`` new chunks; when commit was called."""
         keys = [(self._count + index).to_bytes(32, "little") for index in range(chunks)]
         self._count += chunks
         told = [ChunkEventData((key,) * 16, key, key * 32, 16) for key in keys]
@@ -206,7 +210,7 @@ class Writer:
 
 
 def measure(count: int, effort: Effort) -> Result:
-    """One number of readers, with a server of their own."""
+    """Measure ``count`` readers, with a server of their own."""
     with (
         tempfile.TemporaryDirectory(prefix="kvdock-events-") as folder,
         ServerProcess(Path(folder), memory="512MiB", arguments=["--event-log", "512MiB"]) as server,
@@ -254,7 +258,7 @@ def measure(count: int, effort: Effort) -> Result:
 
 
 def bare_seconds(folder: Path, count: int, messages: int, nbytes: int) -> float:
-    """How long a bare server takes for so many messages to each of so many readers."""
+    """How long a bare server takes for ``messages`` messages to each of ``count`` readers."""
     with BareServer(folder) as server:
         readers = Readers(server.target, count, read_bare)
         began = time.monotonic()

@@ -3,10 +3,10 @@
     python bench/fan_out.py [--ranks N]
 
 As many worker processes as GPUs, each with a cache on its own, and a server. 1 GiB of a DeepSeek-V3
-cache at random blocks is loaded in three ways, in turns: into one rank; into all of them by one
-Retrieve that fills the others too; and into all of them by one Retrieve a rank, at once. Timed from
-the moment all ranks start to the last one's answer, as the ranks of an engine have to wait for each
-other. What the server has copied is read from its status.
+cache at random blocks is loaded in three ways, in turns: into one rank; into all ranks by one
+Retrieve that fills the other ranks, too; and into all ranks by one Retrieve of each, at once. A
+load is timed from the moment all ranks start to the last rank's answer, since the ranks of an
+engine wait for each other. The server's status tells what the server has copied.
 
 Every rank's blocks are poisoned before, and compared in full after a load of each kind. Prints a
 table; exit status 1 if a bound is missed.
@@ -37,7 +37,7 @@ MOST_OVER_ONE_RANK = 1.1
 MOST_RANKS = 8
 DEEPSEEK = Geometry("DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64)
 LAYOUTS = ("block-major", "one pitch", "layers apart")
-# Until all ranks have been told when to start.
+# Time enough to tell all ranks when to start.
 _START_SECONDS = 0.005
 
 ONE, ALL, EACH = "one rank", "all ranks by one Retrieve", "all ranks by one Retrieve each"
@@ -55,14 +55,14 @@ class Rank(Worker):
         self._session: Session | None = None
 
     def join(self, address: str, engine: str, namespace: str) -> str:
-        """Hand the cache over to a server; how it is copied."""
+        """Register the cache with a server; how it is copied, in words."""
         client = Client(address, timeout=30)
         self._session = client.session(engine, role=SessionRole.WORKER, worker_id=self._rank)
         registered = self._session.register_memory(namespace, *self.export())
         return f"{registered.mode.name}: {registered.reason}"
 
     def leave(self) -> None:
-        """Let the server go of the cache."""
+        """End the session, so that the server closes the cache."""
         assert self._session is not None
         self._session.close()
 
@@ -73,12 +73,12 @@ class Rank(Worker):
         _all_are("STORED", statuses)
 
     def load(self, start: float, lease: int, others: list[int]) -> float:
-        """Retrieve for this rank and others at that moment; when it was answered."""
+        """Retrieve for this rank and ``others`` at the time ``start``; when it was answered."""
         ids = self.case.block_ids
         return self._retrieve(start, lease, block_ids=ids, also_fill=others)
 
     def ask(self, start: float, lease: int) -> float:
-        """Ask what came of another rank's call at that moment; when it was answered."""
+        """Ask at the time ``start`` what came of another rank's call; when it was answered."""
         end = self.case.geometry.chunks
         return self._retrieve(start, lease, end=end, filled_by=0)
 
@@ -99,7 +99,7 @@ def _all_are(wanted: str, statuses: Sequence[Any]) -> None:
 
 
 class Engine:
-    """All ranks with one case's cache, registered with a server that has its blocks."""
+    """All ranks with one case's cache, registered with a server that has the blocks stored."""
 
     def __init__(self, address: str, client: Client, ranks: list[Remote], case: Case) -> None:
         self._client = client

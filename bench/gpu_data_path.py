@@ -5,12 +5,12 @@
 Three processes: a worker that owns a KV cache, a server, and an engine that replays a graph of
 memory-bound matrix products. With --path server (the default) the worker calls Store and Retrieve
 of a running server over its session. With --path transfers the server's transfers run alone, in
-this process. Each call moves 1 GiB and is timed from asked to answered: one call at a time, and two
-under way as from an engine with several requests. Beside each figure stands what plain copies of
-pinned memory do in the same run.
+this process. Each call moves 1 GiB and is timed from the call to its answer: one call at a time,
+and two under way as from an engine with several requests. Beside each figure stands that of plain
+copies of pinned memory, measured in the same run.
 
 Loads go into poisoned memory, and every byte is compared before anything is timed. Prints a table;
-exit status 1 if a bound is missed. Where plain copies themselves miss a bound, theirs counts.
+exit status 1 if a bound is missed. Where plain copies miss a bound, their figure is the bound.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ NAMES = {STORE: "store", LOAD: "retrieve"}
 
 @dataclass(frozen=True)
 class Plain:
-    """What plain copies of 256 MiB do."""
+    """Figures of plain copies of 256 MiB."""
 
     slowdown: dict[str, float]
     """An engine's step during copies of one direction over its step alone."""
     load_rate_during_stores: float
-    """Over loads alone."""
+    """The rate of loads during stores over that of loads alone."""
 
 
 def main() -> int:
@@ -117,7 +117,7 @@ def main() -> int:
 
 @contextmanager
 def server_path(worker: Remote) -> Iterator[Open]:
-    """A server of its own process; the worker calls it."""
+    """A server in a process of its own, which the worker calls."""
     with (
         tempfile.TemporaryDirectory(prefix="kvdock-bench-") as folder,
         ServerProcess(Path(folder), memory="4GiB") as server,
@@ -277,7 +277,7 @@ def small(case: Case, path: CopyPath, link: Link) -> Row:
 
 
 def server_memory(nbytes: int) -> Row:
-    """What the server holds when the last worker has gone and staging is given back."""
+    """GPU memory of the server when the last worker has gone and staging is given back."""
     return Row(
         "GPU memory of the server beyond staging",
         f"{nbytes / 2**20:.0f} MiB",

@@ -1,6 +1,6 @@
-"""What the GPU benchmark measures with: caches, a worker, an engine, and the two paths to them.
+"""The parts of the GPU benchmarks: caches, a worker, an engine, and two paths to their bytes.
 
-Each part runs in a process of its own, as it does in a deployment, and takes orders over a pipe.
+Each part runs in a process of its own, as in a deployment, and takes orders over a pipe.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Geometry:
 
     @property
     def chunks(self) -> int:
-        """As many as make about MOVED_BYTES."""
+        """How many chunks make about MOVED_BYTES."""
         return MOVED_BYTES // self.chunk_bytes
 
     @property
     def cache_blocks(self) -> int:
-        """Twice what is moved, in whole runs."""
+        """Twice the blocks that are moved, in whole runs."""
         return -(-2 * self.chunks * self.blocks_per_chunk // RUN_OF_BLOCKS) * RUN_OF_BLOCKS
 
 
@@ -156,7 +156,7 @@ class Engine:
                 tokens @ weight
 
     def run(self, seconds: float) -> float:
-        """Step for that long; the mean step in seconds."""
+        """Step for ``seconds``; the mean step in seconds."""
         import torch
 
         steps = 0
@@ -238,18 +238,18 @@ class Worker:
         return np.stack(rows)
 
     def free_bytes(self) -> int:
-        """Free memory of the device, with what this process holds for its cache."""
+        """Free memory of the device, counting this process's cache as free."""
         import torch
 
         return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
     def connect(self, address: str) -> str:
-        """Register the cache with a server and store it once; how it is copied."""
+        """Register the cache with a server and store it once; how it is copied, in words."""
         self._path = CallPath(address, self.case, self.export())
         return self._path.how
 
     def disconnect(self) -> None:
-        """Let the server go of the cache."""
+        """End the sessions, so that the server closes the cache."""
         self._connected.close()
         self._path = None
 
@@ -276,7 +276,7 @@ class Worker:
 
 
 class CopyPath(ABC):
-    """A way to the bytes of one case's cache. Seconds are the caller's: from asked to answered."""
+    """A way to the bytes of one case's cache. Seconds are from the call to its answer."""
 
     how: str
     """How the bytes go, in the server's words."""
@@ -287,14 +287,14 @@ class CopyPath(ABC):
 
     @abstractmethod
     def once(self, direction: str, chunks: int) -> float:
-        """Copy the case's first chunks; the seconds it took. Loads bring what was stored first."""
+        """Copy the case's first chunks; the seconds it took. Loads bring the first stored bytes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the cache."""
+        """Close the way to the cache."""
 
     def start(self, direction: str, callers: int) -> None:
-        """Copy all chunks again and again, with so many calls under way, until ``stop``."""
+        """Copy all chunks again and again, with ``callers`` calls under way, until ``stop``."""
         chunks = self.case.geometry.chunks
         nbytes = chunks * self.case.geometry.chunk_bytes
 
@@ -354,7 +354,7 @@ class CallPath(CopyPath):
         self._ids = case.block_ids
         self._primed = self._fresh_keys(geometry.chunks)
         self._store(self._primed)
-        # Held to the end, so that what later stores evict is never this.
+        # Locked to the end, so that later stores do not evict these chunks.
         self._held = self._scheduler.lookup(self._namespace, self._primed)
 
     def once(self, direction: str, chunks: int) -> float:
@@ -400,7 +400,7 @@ def _all_are(results: Sequence[object], wanted: str, names: list[str]) -> None:
 
 
 def wait_until_pinned(client: Client) -> None:
-    """The server registers its pool behind the first worker."""
+    """Wait until the server has pinned its pool. It begins when the first worker registers."""
     wait_for_pool(client, lambda pool: pool.pinned_bytes)
 
 
@@ -430,7 +430,7 @@ class WorkerPath(CopyPath):
 
 
 class TransfersPath(CopyPath):
-    """The server's transfers in this process, without server, calls and index."""
+    """The server's transfers in this process, without a server, its calls and its index."""
 
     def __init__(self, loop: TransfersLoop, exported: tuple[Any, Any], case: Case) -> None:
         super().__init__(case)
@@ -504,7 +504,7 @@ class TransfersLoop:
 
 
 class Link:
-    """Pinned memory and device memory of this process, for the ceilings: one large copy."""
+    """Pinned memory and device memory of this process. Its large copies are the ceilings."""
 
     NBYTES = 1 << 30
     PIECE = 256 << 20
@@ -530,7 +530,7 @@ class Link:
 
     def start(self, direction: str) -> None:
         """Copy without pause until ``stop``."""
-        # The two directions share no byte.
+        # The two directions use different bytes.
         offset = 0 if direction == STORE else self.NBYTES // 2
 
         def copy() -> int:

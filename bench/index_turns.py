@@ -2,11 +2,11 @@
 
     python bench/index_turns.py [--quick]
 
-In this process: a server's index with a million parts over memory that is not there, and its verbs
-on an event loop. Beside each verb a task asks for its turn all the time; the longest that it waited
-is the verb's hold-up, in CPU time, which other processes do not lengthen. Prints what the second of
-two models gets of a pool as well (bench/displacement.py). Prints a table; exit status 1 if a bound
-is missed.
+In this process run a server's index with a million parts, over memory that is not real, and its
+verbs on an event loop. Beside each verb a task asks for its turn all the time. The longest time
+that the task waited is the verb's hold-up. It is CPU time, which other processes do not lengthen.
+The table also shows how much of a pool the second of two models gets (bench/displacement.py). Exit
+status 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 class Reader:
-    """Takes what a stream answers."""
+    """Counts the messages of a stream's answer."""
 
     def __init__(self) -> None:
         self.messages = 0
@@ -158,7 +158,7 @@ class Turns:
         return verbs.reserve(self._core, session, request)
 
     async def _carry_out(self, call: Callable[[], Any]) -> Any:
-        """A verb's answer, and all that it left to the backlog."""
+        """Carry out a verb, and all that it leaves to the backlog; the verb's answer."""
         answer = call()
         if inspect.isawaitable(answer):
             answer = await answer
@@ -184,7 +184,7 @@ async def _in_turns(steps: Any) -> Any:
 
 
 async def _longest_turn(work: Awaitable[Any]) -> tuple[float, Any]:
-    """The longest that others waited for their turn, and what the work answered."""
+    """The longest time that others waited for their turn, and the work's answer."""
     longest = 0.0
     task = asyncio.ensure_future(work)
     before = time.thread_time()

@@ -1,11 +1,11 @@
 """Small checkpoints made on the spot, with weights for which attention matters.
 
-A model with vLLM's dummy weights answers the same whatever is in its KV cache, so it cannot tell
-a right cache from a wrong one. The weights here are random too, but scaled so that the cache
-decides: queries and keys large enough that each head looks at a handful of a few thousand tokens,
-and attention outputs as large as the residual stream they are added to. Losing or changing any run
-of a few hundred cached tokens then changes the greedy tokens within the first few, and the output
-does not repeat itself (tests/e2e/test_modelkit.py proves both).
+A model with vLLM's dummy weights gives the same answer whatever is in its KV cache, so it cannot
+tell a right cache from a wrong one. The weights here are random, too, but scaled so that the cache
+decides the answer. Queries and keys are so large that each head looks at a handful of a few
+thousand tokens. Attention outputs are as large as the residual stream to which they are added. So a
+lost or changed run of a few hundred cached tokens changes one of the first greedy tokens. And the
+output does not repeat itself. tests/e2e/test_modelkit.py proves both.
 
 Three families, for the three kinds of cache that vLLM lays out differently: grouped-query
 attention (Llama), latent attention (DeepSeek-V2, dense layers only) and sliding windows beside
@@ -28,13 +28,13 @@ from safetensors.torch import save_file
 QUERY_KEY_GAIN = 2.0
 """Standard deviation of a query's or key's elements; that of an attention logit is its square."""
 VALUE_GAIN = 2.0
-"""What the value and output projections amplify by: it makes up for averaging over tokens."""
+"""The gain of the value and output projections. It makes up for the averaging over tokens."""
 
 Tensor = torch.Tensor
 
 
 class Shape(Protocol):
-    """A model's architecture and size: what a checkpoint is made from."""
+    """A model's architecture and size, from which a checkpoint is made."""
 
     def config(self) -> dict[str, object]:
         """The contents of config.json."""
@@ -220,8 +220,8 @@ class Gemma3:
         }
 
     def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
-        # Gemma multiplies embeddings by sqrt(hidden) and uses them as output matrix as well: they
-        # must be small beside what the layers add, or the output repeats the last token for ever.
+        # Gemma multiplies embeddings by sqrt(hidden) and also uses them as output matrix. If they
+        # are not small beside what the layers add, the output repeats the last token for ever.
         yield "model.embed_tokens.weight", noise.linear(self.vocab, self.hidden, 0.25)
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         for layer in range(self.layers):
@@ -231,9 +231,9 @@ class Gemma3:
             yield attention + "k_proj.weight", noise.linear(keys, self.hidden)
             yield attention + "v_proj.weight", noise.linear(keys, self.hidden)
             yield attention + "o_proj.weight", noise.linear(self.hidden, queries)
-            # Queries and keys pass through a norm each, so their gain stands there. What attention
-            # adds is normed as well, which amplifies what all tokens have in common: only sharp
-            # attention keeps them apart.
+            # Queries and keys pass through a norm each, so their gain is the norm's. The output of
+            # attention is normed, too, which amplifies what all tokens have in common. Only sharp
+            # attention keeps tokens apart.
             yield attention + "q_norm.weight", _gain(self.head_dim, QUERY_KEY_GAIN)
             yield attention + "k_norm.weight", _gain(self.head_dim, QUERY_KEY_GAIN)
             yield from _mlp(noise, base, self.hidden, self.intermediate)
@@ -284,7 +284,7 @@ def make_adapter(folder: Path, shape: Llama, *, seed: int, rank: int = 8) -> Pat
 
 
 def random_prompt(tokens: int, *, seed: int, vocab: int = 2048) -> list[int]:
-    """A prompt of so many token ids; prompts of different seeds share no prefix to speak of."""
+    """A prompt of ``tokens`` token ids. Prompts of different seeds share hardly any prefix."""
     source = random.Random(seed)
     return [source.randrange(3, vocab) for _ in range(tokens)]
 

@@ -1,12 +1,12 @@
-"""What becomes of lookups when more are asked for than the server can answer.
+"""How many lookups are answered in time when clients ask for more than the server can answer.
 
     python bench/overload.py [--quick] [--rate N]
 
 Two client processes ask for 128 cached keys at a time and give up after 0.1 s, as the connector
-does. First as fast as the answers come, which finds out the sustainable rate; then at given rates,
-whether or not answers come: at the sustainable rate, at twice that, and at it again. ``--rate`` is
-taken as sustainable instead, so that two versions are asked the same. Prints a table; exit status 1
-if a bound is missed.
+does. First they ask as fast as the answers come, which shows the sustainable rate. Then they ask at
+given rates, whether or not answers come: at the sustainable rate, at twice that rate, and at the
+sustainable rate again. ``--rate`` gives the sustainable rate, so that two versions can be asked at
+the same rates. Prints a table; exit status 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ KEYS = [index.to_bytes(4, "big") * 8 for index in range(CHUNKS)]
 CLIENTS = 2
 PATIENCE_SECONDS = 0.1
 WINDOW = 8
-"""Lookups that a client has under way while the sustainable rate is found out."""
+"""Lookups that a client has under way while the sustainable rate is measured."""
 MARGIN = 0.7
-"""Of the highest rate, what is taken as sustainable: clients that keep to a rate do more work."""
+"""The sustainable rate over the highest: clients that keep to a rate do more work for a lookup."""
 LEASES_A_FREE = 16
 START_SECONDS = 3.0
 STEP_SECONDS = 0.1
@@ -47,14 +47,14 @@ STEP_SECONDS = 0.1
 GOODPUT_BOUND = 0.3
 """Of the sustainable rate."""
 RECOVERED = 0.9
-"""Of what was answered in time before the overload."""
+"""Of the lookups that were answered in time before the overload."""
 RECOVERY_BOUND_SECONDS = 1.0
 RECOVERY_STEP_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Phase:
-    """So many lookups a second, of all clients together, for so long."""
+    """A rate at which to ask: lookups a second of all clients together, for ``seconds``."""
 
     seconds: float
     rate: float
@@ -62,7 +62,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Counts:
-    """What was asked for, and what of it was answered in time, in each step of 0.1 s."""
+    """Lookups asked for in each step of 0.1 s, and how many of them were answered in time."""
 
     asked: list[int]
     good: list[int]
@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def of(counts: Counts, begin: float, end: float) -> str:
-    """How much of what was asked for was answered in time."""
+    """How many of the lookups asked for were answered in time, as text."""
     asked, good = (counts.rate(each, begin, end) for each in (counts.asked, counts.good))
     return f"{good:,.0f} of {asked:,.0f} lookups/s"
 
@@ -118,7 +118,7 @@ def overload_row(counts: Counts, sustainable: float, begin: float, end: float) -
 
 
 def recovery_row(counts: Counts, before: float, begin: float, end: float) -> Row:
-    """How long after the load has halved as much is answered in time as ``before`` the overload."""
+    """How long after the overload as many lookups are answered in time as before it."""
     wanted = RECOVERED * counts.rate(counts.good, 0, before)
     now = begin
     while now + RECOVERY_STEP_SECONDS <= end:
@@ -136,7 +136,7 @@ def recovery_row(counts: Counts, before: float, begin: float, end: float) -> Row
 
 
 def each(client: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What the client processes return, which begin at one time."""
+    """Run the client processes, which begin at the same time; what each returns."""
     context = multiprocessing.get_context("spawn")
     start = time.time() + START_SECONDS
     with ProcessPoolExecutor(CLIENTS, mp_context=context) as pool:
@@ -152,7 +152,7 @@ def together(each: Sequence[Counts]) -> Counts:
 
 
 class Leases:
-    """Gives back what answers granted, some at a time. Used by the session's reader thread."""
+    """Frees the locks of answers, some at a time. Used by the session's reader thread."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -166,7 +166,7 @@ class Leases:
 
 
 def as_fast_as_answered(start: float, address: str, seconds: float) -> float:
-    """Lookups a second of one client that always has some under way."""
+    """Lookups a second of one client that always has WINDOW lookups under way."""
     count = 0
     room = threading.Semaphore(WINDOW)
     with Client(address) as client, client.session(role="scheduler") as session:
@@ -190,7 +190,7 @@ def as_fast_as_answered(start: float, address: str, seconds: float) -> float:
 
 
 def at_given_rates(start: float, address: str, phases: Sequence[Phase]) -> Counts:
-    """What one client gets that asks at its share of the rates, and gives up what is late."""
+    """Ask at one client's share of the rates, and give up late lookups; how many were in time."""
     steps = round(sum(phase.seconds for phase in phases) / STEP_SECONDS)
     counts = Counts([0] * steps, [0] * steps)
     asked: deque[tuple[float, Future[Any]]] = deque()

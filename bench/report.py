@@ -1,4 +1,4 @@
-"""What a benchmark measured, beside the machine's own ceiling and the promise, as a table."""
+"""A table of what a benchmark measured, beside the machine's own ceiling and the bound promised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Row:
     what: str
     measured: str
     ceiling: str = ""
-    """What the machine itself does, measured in turns with it in the same run."""
+    """What the machine itself does, measured in the same run, in turns with ``measured``."""
     ratio: str = ""
     bound: str = ""
     holds: bool = True
@@ -36,14 +36,14 @@ def print_report(title: str, rows: Sequence[Row]) -> int:
         table.add_row(row.what, row.measured, row.ceiling, row.ratio, row.bound, mark)
     console = Console()
     if not console.is_terminal:
-        # Wide enough that nothing is wrapped: such output is searched for lines.
+        # Wide enough that no line is wrapped: scripts search such output line by line.
         console = Console(width=180)
     console.print(table)
     return 0 if all(row.holds for row in rows) else 1
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many per cent of all do not exceed."""
+    """The smallest of the values that ``percent`` per cent of them do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 

@@ -1,4 +1,4 @@
-"""Real vLLM on two devices: what one engine start stored, the next one loads, for three models.
+"""Real vLLM on two devices, for three models: one engine stores, and the next one loads.
 
     python bench/tensor_parallel.py [--models mla gqa hybrid]
 
@@ -10,13 +10,13 @@ the prompt from KVDock, and must go on with the same tokens. Then the last chunk
 zeroed in the server, and the answer must be another.
 
 Prompts are whole scheduling steps and chunks. So both engines compute the answer's first token
-alone, over the same cached tokens, computed or loaded: the same kernels on the same shapes, without
-which rounding may choose another token. The server's counters tell what was stored and copied.
-Under latent attention both ranks hold the same cache: one of them must have stored, and one copy
-from the host must have served both (on GPUs; on a CPU each rank copies by itself).
+alone, over the same cached tokens, computed or loaded. The kernels and shapes are the same;
+otherwise rounding might choose another token. The server's counters tell what was stored and
+copied. Under latent attention both ranks hold the same cache: one of them must have stored, and one
+copy from the host must have served both (on GPUs; on a CPU each rank copies by itself).
 
 Models run side by side where there are devices for them. Prints a table; exit status 1 if a row
-does not hold. With vLLM's build for CPUs it runs there, too.
+does not hold. It also runs on a CPU, with vLLM's build for CPUs.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ GPU_ARGUMENTS: dict[str, Any] = {"dtype": "bfloat16", "gpu_memory_utilization": 
 
 @dataclass(frozen=True)
 class Run:
-    """What one model's two engine starts did."""
+    """Figures of one model's two engine starts."""
 
     modes: list[str]
     namespace: Namespace
@@ -135,7 +135,7 @@ def main() -> int:
 
 
 def measure(model: Model, folder: Path, devices: str) -> list[Row]:
-    """The rows of one model; one that tells of it if it could not be run."""
+    """The rows of one model. If the model cannot be run, a single row says so."""
     folder.mkdir()
     try:
         return rows(model, run(model, folder, devices))
@@ -221,7 +221,7 @@ def engine(
 
 
 def ask(process: EngineProcess, prompts: Sequence[Sequence[int]], tokens: int) -> list[Generation]:
-    """Answers of so many tokens to prompts, one after the other."""
+    """Answers of ``tokens`` tokens to prompts, one after the other."""
     return [
         generation
         for prompt in prompts
@@ -232,7 +232,7 @@ def ask(process: EngineProcess, prompts: Sequence[Sequence[int]], tokens: int) -
 
 
 def reset_prefix_cache(process: EngineProcess) -> None:
-    """It is refused for as long as a transfer holds blocks."""
+    """Reset it as soon as the engine allows it: a transfer that holds blocks forbids it."""
     deadline = time.monotonic() + RESET_SECONDS
     while not process.reset_prefix_cache():
         if time.monotonic() > deadline:
@@ -270,7 +270,7 @@ def difference(now: admin_pb2.Counters, before: admin_pb2.Counters) -> admin_pb2
 
 
 def rows(model: Model, run: Run) -> list[Row]:
-    """What the table says of a model."""
+    """The table's rows about a model."""
     wanted = list(PROMPT_TOKENS)
     chunks = sum(wanted) // CHUNK_TOKENS
     hits = [hit_tokens(generation) for generation in run.warm]
@@ -308,7 +308,7 @@ def rows(model: Model, run: Run) -> list[Row]:
         sum(spread(group.shard_bytes, run.namespace.kv_world_size))
         for group in run.namespace.groups
     )
-    # Of windows only the end is stored and loaded.
+    # A sliding window's group stores and loads only the end of a prompt.
     at_most = "<= " if model.is_hybrid else ""
     groups = len(run.namespace.groups)
     table.append(
@@ -342,7 +342,7 @@ def rows(model: Model, run: Run) -> list[Row]:
 
 
 def spread(shard_bytes: Sequence[int], shards: int) -> Sequence[int]:
-    """Bytes of each shard; one number stands for all."""
+    """Bytes of each shard. A single number stands for all shards."""
     return shard_bytes if len(shard_bytes) == shards else list(shard_bytes) * shards
 
 

@@ -20,7 +20,7 @@ Program = Callable[..., tuple[list[bytes], list[bytes]]]
 Case = dict[str, Any]
 
 LONGEST_PREIMAGE = 200
-"""Bytes up to which what is hashed is written out beside the key."""
+"""Bytes. Up to this length the bytes that are hashed are written out beside the key."""
 
 
 def documented_program() -> Program:
@@ -115,7 +115,7 @@ def cases() -> list[Case]:
 
 
 def vectors(program: Program) -> list[Case]:
-    """The cases, each with its keys and, where they are short, what is hashed for them."""
+    """The cases, each with its keys, and with the bytes hashed for them where these are few."""
     result = []
     for case in cases():
         preimages, keys = program(
@@ -132,7 +132,7 @@ def vectors(program: Program) -> list[Case]:
 
 
 def document() -> str:
-    """The whole file."""
+    """The text of docs/key_vectors.json."""
     lines = ",\n".join(json.dumps(vector) for vector in vectors(documented_program()))
     return f'{{"recipe": "docs/keys.md", "vectors": [\n{lines}\n]}}\n'
 

@@ -1,8 +1,9 @@
-"""A generator that is built into grpcio-tools, as the plugin that buf wants.
+"""Runs a generator that is built into grpcio-tools as a plugin of buf.
 
     python tools/protoc_plugin.py python|grpc_python < CodeGeneratorRequest > CodeGeneratorResponse
 
-buf finds protoc's own generators in a protoc, but not gRPC's, which grpcio-tools links in.
+buf finds protoc's own generators in a protoc. It does not find gRPC's, which is linked into
+grpcio-tools.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
 
 
 def clear_json_names(message: DescriptorProto) -> None:
-    """buf spells out the default JSON names; protoc leaves them out of what it generates."""
+    """Clear the default JSON names, which buf fills in and protoc leaves out."""
     for field in message.field:
         field.ClearField("json_name")
     for nested in message.nested_type:

@@ -1,11 +1,12 @@
-"""Runs the connector's tests against other versions of vLLM than the installed one.
+"""Runs the connector's tests against the oldest and newest vLLM that the connector is for.
 
     make test-contract
     python tools/vllm_contract.py [arguments of pytest]
 
-A version's wheel is downloaded once, 440 MB for both, and its Python files are kept under .cache.
-They stand before the installed vLLM on the path. Its compiled parts are not there, and not needed:
-the tests run vLLM's own scheduler with a model that costs nothing (tests/vllm_plugin/simulator.py).
+Each version's wheel is downloaded once, 440 MB for both, and its Python files are kept under
+.cache. They stand before the installed vLLM on the path. The compiled parts are left out. The tests
+do not need them: they run vLLM's own scheduler with a model that computes nothing
+(tests/vllm_plugin/simulator.py).
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ def fetch(version: str) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Where that folder's vLLM is imported, and takes itself for a CPU build."""
+    """An environment in which that folder's vLLM is imported, as a CPU build."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu"}
 
 
 def check(version: str, arguments: list[str]) -> bool:
-    """Run the tests; whether all of them passed."""
+    """Run the tests against a version; True if all passed."""
     env = environment(fetch(version))
     command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
     found = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout

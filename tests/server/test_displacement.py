@@ -41,7 +41,7 @@ def test_what_is_in_use_stays_and_the_rest_of_the_pool_is_not_lost() -> None:
     prompts = Model(core, "first", LLAMA_8B, 8).store(POOL)
     leases = [core.lookup(None, "first", keys).lease for keys in prompts[::4]]
     located = [
-        core.locate(None, LeaseRange(lease.lease_id), shard=0, reader=0).shards
+        at_once(core.locate_in_steps(None, LeaseRange(lease.lease_id), shard=0, reader=0)).shards
         for lease in leases
         if lease is not None
     ]
@@ -49,7 +49,7 @@ def test_what_is_in_use_stays_and_the_rest_of_the_pool_is_not_lost() -> None:
     second = Model(core, "second", QWEN3_14B, 8)
     second.store(2 * POOL)
     assert located == [
-        core.locate(None, LeaseRange(lease.lease_id), shard=0, reader=0).shards
+        at_once(core.locate_in_steps(None, LeaseRange(lease.lease_id), shard=0, reader=0)).shards
         for lease in leases
         if lease is not None
     ]
@@ -70,7 +70,7 @@ def test_what_was_stored_between_others_chunks_is_moved_together_once_they_are_u
     assert second.bytes < 0.6 * fresh.bytes
     for lease in leases:
         assert lease is not None
-        core.leases.release(lease)
+        at_once(core.leases.release_in_steps(lease))
     second.store(4 * pool)
     assert second.bytes >= 0.95 * fresh.bytes
 
@@ -84,7 +84,7 @@ def test_a_model_that_is_used_keeps_what_it_uses_beside_one_that_stores_much() -
         for keys in used:
             lease = core.lookup(None, "used", keys).lease
             assert lease is not None
-            assert core.leases.release(lease) == len(keys)
+            assert at_once(core.leases.release_in_steps(lease)) == len(keys)
     assert other.bytes >= 0.9 * (POOL - POOL // 4)
 
 

@@ -21,6 +21,7 @@ from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.rpc import verbs
 from kvdock_server.service import fills, memory
+from kvdock_server.steps import at_once
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_engine import BLOCKS, CHUNK, KEYS, PAGE, PER_CHUNK, TARGET, Engine, uuid
@@ -161,7 +162,7 @@ async def test_a_reader_that_is_back_is_another(engine: Engine) -> None:
 
 async def test_a_reader_without_all_locks_is_not_filled(engine: Engine) -> None:
     lease = engine.lookup()
-    engine.core.free_locks(engine.scheduler, [LockRange(lease, 1, 2, 2)])
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease, 1, 2, 2)]))
     assert await engine.lead(lease) == [RETRIEVED] * 4
     assert await engine.ask(2, lease) == [NOT_LOCKED] * 4
     assert [engine.is_filled(reader) for reader in range(3)] == [True, True, False]
@@ -169,7 +170,7 @@ async def test_a_reader_without_all_locks_is_not_filled(engine: Engine) -> None:
 
 async def test_the_callers_chunks_decide(engine: Engine) -> None:
     lease = engine.lookup()
-    engine.core.free_locks(engine.scheduler, [LockRange(lease, 2, 3, 0)])
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease, 2, 3, 0)]))
     statuses = [RETRIEVED, RETRIEVED, NOT_LOCKED, RETRIEVED]
     assert await engine.lead(lease) == statuses
     assert await engine.ask(1, lease) == statuses
@@ -236,7 +237,7 @@ async def test_a_reader_that_does_not_fit_is_refused_and_hears_of_it(
     assert await asking == [FAILED] * 4
     assert not other.cache.any()
     await engine.service.memory.release(other.session)
-    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease)]))
 
 
 async def test_readers_of_another_shard_are_refused(engine: Engine) -> None:
@@ -282,7 +283,7 @@ async def test_who_has_no_memory_registered_is_left_to_itself(
     if elsewhere == "another namespace":
         with pytest.raises(RequestError, match="has left this reader to itself: retrieve without"):
             await engine.ask(2, lease)
-    engine.core.free_locks(engine.workers[2].session, [LockRange(lease)])
+    at_once(engine.core.free_locks_in_steps(engine.workers[2].session, [LockRange(lease)]))
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -313,7 +314,7 @@ async def test_nobody_waits_longer_than_its_time_for_who_is_about_to_register(
         began = time.monotonic()
         assert await engine.ask(1, lease, timeout_ms=200) == [FAILED] * 4
         assert time.monotonic() - began < 0.9 * memory.SETTLED_SECONDS
-        engine.core.free_locks(engine.scheduler, [LockRange(lease)])
+        at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease)]))
 
 
 async def test_a_way_that_is_not_open_in_time_is_none(engine: Engine) -> None:
@@ -348,7 +349,7 @@ async def test_a_leader_without_memory_cannot_be_asked(engine: Engine, elsewhere
     alone = pb.RetrieveRequest(lease_id=lease, block_ids=TARGET)
     assert await engine.send(1, alone) == [RETRIEVED] * 4
     assert engine.is_filled(1)
-    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease)]))
 
 
 @pytest.mark.parametrize(
@@ -466,7 +467,7 @@ async def test_a_deadline_of_another_clock_is_refused(engine: Engine) -> None:
         await store(engine, deadline_ns=ns(60))
     with pytest.raises(RequestError, match=r"CLOCK_MONOTONIC"):
         await engine.lead(lease, also_fill=[], deadline_ns=ns(60))
-    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease)]))
 
 
 @pytest.mark.parametrize("reader", [0, 1])

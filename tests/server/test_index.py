@@ -146,7 +146,11 @@ def test_eviction_takes_what_was_used_longest_ago_and_never_a_prefix_first() -> 
     core = make_core(4)
     store(core, prompt(1, 2))
     store(core, prompt(3, 4))
-    core.free_locks(None, [LockRange(core.lookup(None, "n", prompt(1, 2)).lease.lease_id)])
+    at_once(
+        core.free_locks_in_steps(
+            None, [LockRange(core.lookup(None, "n", prompt(1, 2)).lease.lease_id)]
+        )
+    )
     store(core, prompt(5))
     assert hit(core, prompt(3, 4)) == 1  # its end went, not its beginning
     assert hit(core, prompt(1, 2)) == 2
@@ -172,7 +176,7 @@ def test_a_prefix_inherits_the_use_of_what_extended_it() -> None:
     store(core, prompt(1, 2))
     store(core, prompt(3))
     lease = core.lookup(None, "n", prompt(1, 2)).lease
-    core.free_locks(None, [LockRange(lease.lease_id)])
+    at_once(core.free_locks_in_steps(None, [LockRange(lease.lease_id)]))
     store(core, prompt(4))
     store(core, prompt(5))  # 3 goes, the only one not used since
     store(core, prompt(6))  # then the end of 1-2
@@ -188,7 +192,7 @@ def test_all_parts_of_a_window_that_is_used_outlive_those_that_are_not() -> None
             store(core, prompt(number, 1, 1, 1), group_idx=group_idx)
         lease = core.lookup(None, "n", prompt(1, 1, 1, 1)).lease
         assert lease is not None
-        assert core.leases.release(lease) == 4 + 3
+        assert at_once(core.leases.release_in_steps(lease)) == 4 + 3
 
 
 def test_what_is_locked_is_never_evicted() -> None:
@@ -196,7 +200,7 @@ def test_what_is_locked_is_never_evicted() -> None:
     store(core, prompt(1, 2, 3, 4))
     lease = core.lookup(None, "n", prompt(1, 2, 3, 4)).lease
     assert store(core, prompt(9)) == [ReserveStatus.NO_SPACE]
-    core.free_locks(None, [LockRange(lease.lease_id, 3)])
+    at_once(core.free_locks_in_steps(None, [LockRange(lease.lease_id, 3)]))
     assert store(core, prompt(9)) == [ReserveStatus.RESERVED]
     assert hit(core, prompt(1, 2, 3, 4)) == 3
 
@@ -220,7 +224,7 @@ def test_an_idle_size_makes_room_for_a_busy_one_and_little_is_lost_on_the_way() 
         for known in busy:
             lease = core.lookup(None, "busy", [known], readers=1, ttl_ms=1).lease
             assert lease is not None, "what is in use stays"
-            core.leases.release(lease)
+            at_once(core.leases.release_in_steps(lease))
         (slot,) = at_once(core.reserve_in_steps(None, "busy", None, 0, b"", [key(200, number)]))
         assert isinstance(slot, Slot)
         core.seal(slot)
@@ -304,14 +308,14 @@ def test_locks_of_readers_are_apart_and_freeing_twice_frees_once() -> None:
     lease = core.lookup(owner, "n", prompt(1, 2), readers=2).lease
     assert lease.locks == 4
     everything = [LockRange(lease.lease_id)]
-    assert core.free_locks(first, everything) == [2]
-    assert core.free_locks(first, everything) == [0]
+    assert at_once(core.free_locks_in_steps(first, everything)) == [2]
+    assert at_once(core.free_locks_in_steps(first, everything)) == [0]
     assert lease.locks == 2
     # The other reader's locks keep the memory in place.
     assert core.index.pinned_parts == 2
     assert at_once(core.evict_in_steps(0)) == (0, 0)
-    assert core.free_locks(second, everything) == [2]
-    assert core.free_locks(owner, everything) == [0]
+    assert at_once(core.free_locks_in_steps(second, everything)) == [2]
+    assert at_once(core.free_locks_in_steps(owner, everything)) == [0]
     assert core.index.pinned_parts == 0
 
 
@@ -321,7 +325,7 @@ def test_nobody_frees_the_locks_of_another_engine() -> None:
     lease = core.lookup(scheduler(core, "mine"), "n", prompt(1)).lease
     for stranger in (None, scheduler(core, "other"), worker(core, 0, "other")):
         with pytest.raises(RequestError) as caught:
-            core.free_locks(stranger, [LockRange(lease.lease_id)])
+            at_once(core.free_locks_in_steps(stranger, [LockRange(lease.lease_id)]))
         assert caught.value.reason is Reason.FOREIGN_LEASE
     assert lease.locks == 1
 
@@ -335,7 +339,7 @@ def test_a_lease_goes_with_its_schedulers_session() -> None:
     assert len(core.leases) == 0
     assert core.index.pinned_parts == 0
     with pytest.raises(RequestError) as caught:
-        core.locate(None, LeaseRange(lease.lease_id), shard=0, reader=0)
+        at_once(core.locate_in_steps(None, LeaseRange(lease.lease_id), shard=0, reader=0))
     assert caught.value.reason is Reason.UNKNOWN_LEASE
 
 
@@ -348,14 +352,16 @@ def test_a_workers_locks_go_with_its_session_and_nobody_elses() -> None:
     assert lease.locks == 2
     assert all(
         shard is not None
-        for shard in core.locate(owner, LeaseRange(lease.lease_id), shard=0, reader=1).shards
+        for shard in at_once(
+            core.locate_in_steps(owner, LeaseRange(lease.lease_id), shard=0, reader=1)
+        ).shards
     )
 
 
 def reserve(core: Core, session: Session, keys: list[bytes]) -> int:
-    return core.open_reservation(
-        session, core.writing(at_once(core.reserve_in_steps(session, "n", None, 0, b"", keys)))
-    )
+    outcomes = at_once(core.reserve_in_steps(session, "n", None, 0, b"", keys))
+    with core.writing(outcomes) as writing:
+        return core.open_reservation(session, writing)
 
 
 def test_a_silent_session_loses_its_locks_but_its_memory_stays_out_of_use() -> None:
@@ -420,9 +426,14 @@ def test_clear_hides_at_once_and_frees_when_the_last_user_is_done() -> None:
     assert hit(core, prompt(1, 2)) == 0
     assert core.index.sealed_bytes == 2 * PAGE_BYTES
     # The reader goes on, and the same prompt can be stored anew beside it.
-    assert None not in core.locate(None, LeaseRange(lease.lease_id), shard=0, reader=0).shards
+    assert (
+        None
+        not in at_once(
+            core.locate_in_steps(None, LeaseRange(lease.lease_id), shard=0, reader=0)
+        ).shards
+    )
     assert store(core, prompt(1, 2)) == [ReserveStatus.RESERVED] * 2
-    core.free_locks(None, [LockRange(lease.lease_id)])
+    at_once(core.free_locks_in_steps(None, [LockRange(lease.lease_id)]))
     assert core.index.sealed_bytes == 2 * PAGE_BYTES
     assert isinstance(writing, Slot)
     assert not core.seal(writing)
@@ -448,7 +459,7 @@ def test_chunks_that_leave_are_not_kept_in_memory_by_cycles(way: str) -> None:
             assert isinstance(slot, Slot)
             core.index.abort(slot)
         if found.lease is not None:
-            core.leases.release(found.lease)
+            at_once(core.leases.release_in_steps(found.lease))
         if way == "for others":
             assert all(isinstance(outcome, Slot) for outcome in other_size(core, 8))
         clock.now += 61
@@ -468,16 +479,16 @@ def test_a_commit_is_once_and_by_its_own_session() -> None:
     reservation = reserve(core, mine, prompt(1, 2))
     assert reservation
     with pytest.raises(RequestError) as caught:
-        at_once(core.commit_in_steps(other, reservation, []))
+        at_once(core.reservations.commit_in_steps(other, reservation, []))
     assert caught.value.reason is Reason.FOREIGN_RESERVATION
-    assert at_once(core.commit_in_steps(mine, reservation, [0])) == [True]
+    assert at_once(core.reservations.commit_in_steps(mine, reservation, [0])) == [True]
     with pytest.raises(RequestError):
-        at_once(core.commit_in_steps(mine, reservation, [0]))
-    assert at_once(core.commit_in_steps(mine, reservation, [])) == [True]
+        at_once(core.reservations.commit_in_steps(mine, reservation, [0]))
+    assert at_once(core.reservations.commit_in_steps(mine, reservation, [])) == [True]
     with pytest.raises(RequestError) as caught:
-        at_once(core.commit_in_steps(mine, reservation, []))
+        at_once(core.reservations.commit_in_steps(mine, reservation, []))
     assert caught.value.reason is Reason.UNKNOWN_RESERVATION
-    assert at_once(core.abort_in_steps(mine, reservation)) == 0
+    assert at_once(core.reservations.abort_in_steps(mine, reservation)) == 0
 
 
 def test_a_window_group_needs_only_its_window() -> None:
@@ -675,14 +686,14 @@ class CoreMachine(RuleBasedStateMachine):
     def free(self, lease: object, first: int, end: int, reader: int) -> None:
         before = lease.locks  # type: ignore[attr-defined]
         request = [LockRange(lease.lease_id, first, end, reader)]  # type: ignore[attr-defined]
-        (released,) = self.core.free_locks(None, request)
+        (released,) = at_once(self.core.free_locks_in_steps(None, request))
         assert lease.locks == before - released  # type: ignore[attr-defined]
 
     @rule(lease=consumes(leases))
     def free_all(self, lease: object) -> None:
         request = [LockRange(lease.lease_id)]  # type: ignore[attr-defined]
-        self.core.free_locks(None, request)
-        assert self.core.free_locks(None, request) == [0]
+        at_once(self.core.free_locks_in_steps(None, request))
+        assert at_once(self.core.free_locks_in_steps(None, request)) == [0]
 
     @rule(nbytes=st.integers(1, 4 * PAGE_BYTES))
     def evict(self, nbytes: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import pytest
 
 from kvdock_server.core import Core, Group, GroupKind, LeaseRange, Namespace, Role, Writing
@@ -25,7 +27,7 @@ def core() -> Core:
     return core
 
 
-def write(core: Core) -> Writing:
+def write(core: Core) -> AbstractContextManager[Writing]:
     return core.writing(at_once(core.reserve_in_steps(None, "model", None, 0, b"", KEYS)))
 
 
@@ -55,7 +57,7 @@ def test_a_reading_unpins_and_frees_the_locks_of_its_readers(core: Core) -> None
     lease = core.lookup(scheduler, "model", KEYS, readers=3).lease
     assert lease is not None
     asked = LeaseRange(lease.lease_id, None, 1, 3)
-    locked = core.locate(scheduler, asked, shard=0, reader=0)
+    locked = at_once(core.locate_in_steps(scheduler, asked, shard=0, reader=0))
     assert list(locked.located) == [0, 1]
     assert locked.are_held_by(2)
     assert not locked.are_held_by(3)
@@ -64,7 +66,7 @@ def test_a_reading_unpins_and_frees_the_locks_of_its_readers(core: Core) -> None
         assert core.index.sealed_bytes
         raise WayOut
     assert lease.locks == 4 + 2 + 2
-    again = core.locate(scheduler, asked, shard=0, reader=2)
+    again = at_once(core.locate_in_steps(scheduler, asked, shard=0, reader=2))
     assert again.shards == [None, None]
     core.close_session(scheduler)
     assert (core.index.pinned_parts, core.index.sealed_bytes) == (0, 0)
@@ -78,5 +80,5 @@ def test_a_range_without_end_ends_with_what_is_locked(core: Core) -> None:
     lease = core.lookup(scheduler, "model", KEYS).lease
     assert lease is not None
     asked = LeaseRange(lease.lease_id, None, 1, 0)
-    locked = core.locate(scheduler, asked, shard=0, reader=0)
+    locked = at_once(core.locate_in_steps(scheduler, asked, shard=0, reader=0))
     assert locked.range == LeaseRange(lease.lease_id, None, 1, 4)

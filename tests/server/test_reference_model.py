@@ -494,7 +494,7 @@ class ServerMachine(RuleBasedStateMachine):
                 _, group_idx = self.group_of(lease.namespace, number)
             wanted.append(LockRange(lease.lease_id, first, end, reader, group_idx))
         reason = self.model.refuses_free(model, wanted)
-        freed = self.attempt(reason, self.core.free_locks, session, wanted)
+        freed = self.attempt(reason, self.core.free_locks_in_steps, session, wanted)
         if freed is not None:
             assert freed == self.model.free(model, wanted)
 
@@ -543,7 +543,7 @@ class ServerMachine(RuleBasedStateMachine):
         position, group_idx = self.group_of(lease.namespace, number)
         locked: LockedShards | None = self.attempt(
             self.model.refuses_locate(model, lease.lease_id, position, first, end, shard, reader),
-            self.core.locate,
+            self.core.locate_in_steps,
             session,
             LeaseRange(lease.lease_id, group_idx, first, end),
             shard=shard,
@@ -662,11 +662,12 @@ class ServerMachine(RuleBasedStateMachine):
         outcomes = [
             new[index].slot if index in new else ReserveStatus.EXISTS for index in range(len(path))
         ]
-        reservation_id = self.core.open_reservation(caller.session, self.core.writing(outcomes))
+        with self.core.writing(outcomes) as writing:
+            reservation_id = self.core.open_reservation(caller.session, writing)
         assert bool(reservation_id) == bool(new)
         if not reservation_id:
             return multiple()
-        modelled = {index: writing.model for index, writing in new.items()}
+        modelled = {index: each.model for index, each in new.items()}
         self.model.open_reservation(caller.model, reservation_id, modelled)
         return reservation_id, caller
 
@@ -682,7 +683,7 @@ class ServerMachine(RuleBasedStateMachine):
             return
         reason = self.model.refuses_commit(caller.model, reservation_id, chosen)
         sealed = self.attempt(
-            reason, self.core.commit_in_steps, caller.session, reservation_id, chosen
+            reason, self.core.reservations.commit_in_steps, caller.session, reservation_id, chosen
         )
         if sealed is not None:
             assert sealed == self.model.commit(caller.model, reservation_id, chosen)
@@ -694,7 +695,9 @@ class ServerMachine(RuleBasedStateMachine):
         if not self.is_heard(caller):
             return
         reason = self.model.refuses_reservation(caller.model, reservation_id)
-        aborted = self.attempt(reason, self.core.abort_in_steps, caller.session, reservation_id)
+        aborted = self.attempt(
+            reason, self.core.reservations.abort_in_steps, caller.session, reservation_id
+        )
         if aborted is not None:
             assert aborted == self.model.abort(caller.model, reservation_id)
 

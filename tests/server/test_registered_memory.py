@@ -21,6 +21,7 @@ from kvdock_server.errors import Reason, RequestError
 from kvdock_server.rpc import session as session_rpc
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.session import _SessionStream
+from kvdock_server.steps import at_once
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_engine import BLOCKS, KEYS, PAGE, PER_CHUNK, TARGET, Engine
@@ -95,7 +96,7 @@ async def test_nothing_is_called_retrieved_that_nobody_copies(
     with pytest.raises(RequestError) as caught:
         await verbs.retrieve(engine.service, None, request)
     assert caught.value.reason in (Reason.SESSION_REQUIRED, Reason.WRONG_MODE)
-    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease)]))
 
 
 async def test_a_stream_that_is_cancelled_while_it_ends_lets_go_of_memory(engine: Engine) -> None:
@@ -173,9 +174,9 @@ async def test_who_waits_for_room_is_not_silent(
 
 async def test_a_reader_without_locks_is_not_copying(engine: Engine) -> None:
     lease = engine.lookup()
-    engine.core.free_locks(engine.scheduler, [LockRange(lease, 0, 0, 1)])
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease, 0, 0, 1)]))
     request = pb.RetrieveRequest(lease_id=lease, reader=1)
     answer = await verbs.retrieve(engine.service, engine.scheduler, request)
     assert len(answer.chunks) == len(KEYS)
     assert engine.core.is_idle
-    engine.core.free_locks(engine.scheduler, [LockRange(lease)])
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease)]))

@@ -170,7 +170,7 @@ def test_a_commit_seals_nothing_of_a_session_that_ended_meanwhile() -> None:
     core = make_core(MANY)
     session = worker(core)
     reservation = at_once(reserve(core, session, keys_of(1, MANY))).reservation_id
-    committing = core.commit_in_steps(session, reservation, [])
+    committing = core.reservations.commit_in_steps(session, reservation, [])
     go(committing, 10)
     core.close_session(session)
     assert at_once(committing) == [True] * 10 + [False] * (MANY - 10)
@@ -183,8 +183,8 @@ def test_a_commit_and_an_abort_at_once_share_the_chunks() -> None:
     core = make_core(MANY)
     session = worker(core)
     reservation = at_once(reserve(core, session, keys_of(1, MANY))).reservation_id
-    committing = core.commit_in_steps(session, reservation, [])
-    aborting = core.abort_in_steps(session, reservation)
+    committing = core.reservations.commit_in_steps(session, reservation, [])
+    aborting = core.reservations.abort_in_steps(session, reservation)
     go(committing, 10)
     aborted = at_once(aborting)
     assert at_once(committing) == [True] * 10 + [False] * aborted
@@ -309,7 +309,7 @@ class Crowd:
         while self.under_way:
             self.go_on()
         for lease in self.core.leases:
-            self.core.leases.release(lease)
+            at_once(self.core.leases.release_in_steps(lease))
         for session in self.sessions:
             self.core.close_session(session)
         self.core.clear("")
@@ -336,18 +336,17 @@ class Crowd:
         for slot in slots:
             assert slot.offset not in self.taken, "two write there"
             self.taken[slot.offset] = number, slot
-        writing = self.core.writing(slots)
-        try:
-            yield
-            for slot in slots:
-                del self.taken[slot.offset]
-            if self.random.random() < 0.8:
-                yield from writing.seal_all()
-        finally:
-            for slot in slots:
-                if self.taken.get(slot.offset) == (number, slot):
+        with self.core.writing(slots) as writing:
+            try:
+                yield
+                for slot in slots:
                     del self.taken[slot.offset]
-            writing.close()
+                if self.random.random() < 0.8:
+                    yield from writing.seal_all()
+            finally:
+                for slot in slots:
+                    if self.taken.get(slot.offset) == (number, slot):
+                        del self.taken[slot.offset]
 
     def begin_session_store(self) -> None:
         if len(self.sessions) < 3:
@@ -361,9 +360,11 @@ class Crowd:
             if not reserved.reservation_id:
                 return
             if self.random.random() < 0.3:
-                yield from self.core.abort_in_steps(session, reserved.reservation_id)
+                yield from self.core.reservations.abort_in_steps(session, reserved.reservation_id)
             else:
-                yield from self.core.commit_in_steps(session, reserved.reservation_id, [])
+                yield from self.core.reservations.commit_in_steps(
+                    session, reserved.reservation_id, []
+                )
         except RequestError as error:
             assert session.orphaned
             assert error.reason in (
@@ -378,7 +379,7 @@ class Crowd:
 
     def free_some(self) -> None:
         for lease in list(self.core.leases)[:2]:
-            self.core.leases.release(lease, 0, self.random.randrange(1, 12))
+            at_once(self.core.leases.release_in_steps(lease, 0, self.random.randrange(1, 12)))
 
     def begin_evict(self) -> None:
         self.under_way.append(self.evict(self.random.randrange(1, 16) * PAGE_BYTES))

@@ -18,6 +18,7 @@ from kvdock.v1 import types_pb2
 from kvdock_server.errors import RequestError
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.grpc_errors import to_proto
+from kvdock_server.steps import at_once
 from kvdock_server.transfer import gpu
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.specs import GroupLoad, Target
@@ -132,4 +133,4 @@ def test_a_rank_in_another_mode_keeps_its_locks(ranks: Ranks) -> None:
     held = ranks.engine.core.leases.get(lease, "one")
     assert held is not None
     assert held.locks == len(KEYS)
-    ranks.engine.core.leases.release(held)
+    at_once(ranks.engine.core.leases.release_in_steps(held))

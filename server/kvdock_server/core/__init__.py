@@ -1,11 +1,11 @@
 """The server's state: sessions, leases, reservations, over index, pool and event log.
 
-Each call happens as a whole, or in steps, and nothing here waits. It knows no gRPC. ``service`` and
-``rpc`` import from here only, and nothing of ``index``.
+Each call happens as a whole, or in steps. Nothing here waits or knows gRPC. ``service`` and ``rpc``
+import from here only, and nothing of ``index``.
 """
 
 from kvdock_server.core.core import MAX_LOCK_RANGES, MAX_READERS, Core, check_session
-from kvdock_server.core.listing import ListedPart
+from kvdock_server.core.listing import ListedPart, list_parts
 from kvdock_server.core.ranges import LeaseRange, LockRange
 from kvdock_server.core.reading import MAX_KEYS, LocatedShard, LockedShards
 from kvdock_server.core.sessions import Mode, Role, Session
@@ -45,4 +45,5 @@ __all__ = [
     "Slot",
     "Writing",
     "check_session",
+    "list_parts",
 ]

@@ -1,22 +1,27 @@
-"""The verbs of the server over its index, leases, pool and sessions. It knows no gRPC.
+"""The verbs of the server over its index, leases, pool and sessions. This module knows no gRPC.
 
 Everything here runs on the event loop and waits for nothing. A call happens as a whole, unless it
-is written in steps (``..._in_steps``): others may be called between those. Names follow the
+is written in steps (``..._in_steps``): other calls may come between two steps. Names follow the
 protocol, whose comments say what each verb promises.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvdock_server.core.leases import Lease, LeaseTable
-from kvdock_server.core.listing import ListedPart, list_parts
 from kvdock_server.core.ranges import LeaseRange, LockRange
-from kvdock_server.core.reading import MAX_KEYS, LocatedShard, LockedShards, locate, pinned
+from kvdock_server.core.reading import (
+    MAX_KEYS,
+    LocatedShard,
+    LockedShards,
+    locate_in_steps,
+    pinned,
+)
 from kvdock_server.core.reservations import ReservationTable
 from kvdock_server.core.sessions import Mode, Role, Session, SessionTable
 from kvdock_server.core.writing import Writing
@@ -25,19 +30,18 @@ from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.ids import new_id
 from kvdock_server.index.index import Index, ReserveStatus, Slot
-from kvdock_server.index.namespace import Namespace
-from kvdock_server.steps import Backlog, Steps, at_once
+from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
 
 KEY_BYTES = 32
-# What the recipe of keys calls the parent of a prompt's first chunk; no parent means the same.
+# In the recipe of keys this is the parent of a prompt's first chunk. No parent means the same.
 _ROOT = bytes(KEY_BYTES)
 MAX_READERS = 256
 MAX_LOCK_RANGES = 256
 DEFAULT_LEASE_TTL_MS = 30_000
 MAX_LEASE_TTL_MS = 600_000
 
-# A part whose missing shards have no writer for so long is given up.
+# After this time without a writer for its missing shards, a part is given up.
 _SHARDS_MISSING_SECONDS = 60.0
 
 
@@ -50,7 +54,11 @@ class HitRange(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """Answer to a lookup. ``ranges`` is empty on a miss, ``lease`` None on a miss or a probe."""
+    """Answer to a lookup.
+
+    ``ranges`` has one range for each group, and none on a miss. ``lease`` is None on a miss or a
+    probe.
+    """
 
     chunks: int
     ranges: Sequence[HitRange]
@@ -59,7 +67,7 @@ class Hit(NamedTuple):
 
 @dataclass
 class Counters:
-    """Totals since the start, beside those of the index."""
+    """Totals since the server's start. The index has some more."""
 
     lookups: int = 0
     lookup_chunks: int = 0
@@ -76,8 +84,8 @@ class Counters:
 class Core:
     """One server's state.
 
-    ``still_mapped`` tells whether the process of a session whose stream ended may still be writing
-    into the pool.
+    ``still_mapped`` is asked about a session whose stream ended: True if the session's process may
+    still be writing into the pool.
     """
 
     def __init__(
@@ -100,7 +108,7 @@ class Core:
         self.counters = Counters()
         self.draining = False
         self.clock = clock
-        self._reservations = ReservationTable(self.index, self.seal, still_mapped)
+        self.reservations = ReservationTable(self.index, self.seal, still_mapped)
         self._readings = 0
 
     # Sessions
@@ -128,18 +136,22 @@ class Core:
         )
 
     def close_session(self, session: Session) -> None:
-        """The session's stream ended: release all that it held.
+        """The session's stream ended: release all that the session held.
 
-        Memory that its process may still be writing to is released when it cannot any more.
+        Memory that the session's process may still be writing to is released later, when the
+        process cannot write any more.
         """
         session.orphaned = True
         self.sessions.close(session)
         self.backlog.add(self._end(session))
 
     def sweep(self) -> None:
-        """Carry out what time alone brings about. Call it about once a second."""
+        """End what is too old: leases, unfinished parts, sessions that were silent.
+
+        Call it about once a second.
+        """
         now = self.clock()
-        self.backlog.add(self._reservations.reclaim_unmapped())
+        self.backlog.add(self.reservations.reclaim_unmapped())
         self.backlog.add(self.leases.expire(now))
         self.index.give_up_overdue(now)
         if self.events is not None:
@@ -151,7 +163,7 @@ class Core:
                 self.backlog.add(self._let_go(session))
 
     def excuse_silence(self, seconds: float) -> None:
-        """The server itself was stopped for so long: nobody's silence counts."""
+        """The server itself stood still for ``seconds``, which count as nobody's silence."""
         for session in self.sessions:
             session.last_seen += seconds
 
@@ -167,10 +179,13 @@ class Core:
         probe: bool = False,
         ttl_ms: int = 0,
     ) -> Hit:
-        """How much of a prompt is cached, and a lease on it."""
+        """How much of a prompt is cached, and a lease on what is.
+
+        ``ttl_ms`` is for a lease without session. 0 means DEFAULT_LEASE_TTL_MS.
+        """
         if not probe:
             self._refuse_when_draining()
-        check_keys(keys)
+        _check_keys(keys)
         if readers > MAX_READERS:
             raise invalid(f"readers {readers}: at most {MAX_READERS}, 0 means 1")
         if session is not None and ttl_ms:
@@ -191,30 +206,23 @@ class Core:
         if probe or not spans:
             return Hit(chunks, ranges, None)
         self.index.touch(spans)
-        if session is not None:
-            lease = self.leases.grant(
-                space,
-                spans,
-                readers or 1,
-                owner=session.session_id,
-                engine_id=session.engine_id,
-            )
-        else:
+        expires_at = None
+        if session is None:
             expires_at = self.clock() + (ttl_ms or DEFAULT_LEASE_TTL_MS) / 1000
-            lease = self.leases.grant(space, spans, readers or 1, expires_at=expires_at)
-        return Hit(chunks, ranges, lease)
-
-    def free_locks(self, session: Session | None, ranges: Sequence[LockRange]) -> list[int]:
-        """Free locks, those of the caller only if it is a worker; how many were held of each."""
-        return at_once(self.free_locks_in_steps(session, ranges))
+        return Hit(
+            chunks, ranges, self.leases.grant(space, spans, readers or 1, session, expires_at)
+        )
 
     def free_locks_in_steps(
         self, session: Session | None, ranges: Sequence[LockRange]
     ) -> Steps[list[int]]:
-        """Likewise."""
+        """Free the locks of each range; how many of them were held.
+
+        A worker's session frees the locks of its own reader only, whichever reader is named.
+        """
         if len(ranges) > MAX_LOCK_RANGES:
             raise invalid(f"{len(ranges)} lock ranges: at most {MAX_LOCK_RANGES}")
-        # All is looked at before anything is freed: a call that fails changes nothing.
+        # All ranges are checked before any lock is freed: a call that fails changes nothing.
         leases = [self._lease(session, wanted.lease_id) for wanted in ranges]
         positions = [
             lease.space.namespace.position(wanted.group_idx)
@@ -239,16 +247,10 @@ class Core:
             released.append(freed)
         return released
 
-    def locate(
-        self, session: Session | None, chunks: LeaseRange, *, shard: int, reader: int
-    ) -> LockedShards:
-        """Where the locked shards of a range lie."""
-        return at_once(self.locate_in_steps(session, chunks, shard=shard, reader=reader))
-
     def locate_in_steps(
         self, session: Session | None, chunks: LeaseRange, *, shard: int, reader: int
     ) -> Steps[LockedShards]:
-        """Likewise, by the locks that are held at the first step."""
+        """Where the shards of a range lie whose locks the reader holds at the first step."""
         lease = self._lease(session, chunks.lease_id)
         if lease is None:
             raise RequestError(
@@ -261,15 +263,14 @@ class Core:
                 f"shard {shard} and reader {reader}: this session may retrieve shard "
                 f"{worker.kv_worker_id} as reader {worker.worker_id} only"
             )
-        return locate(self.leases, lease, chunks, shard=shard, reader=reader)
+        return locate_in_steps(self.leases, lease, chunks, shard=shard, reader=reader)
 
     def lease_namespace(self, session: Session | None, lease_id: int) -> str:
-        """Name of the namespace that a lease is about; empty if the lease ended."""
+        """Name of a lease's namespace; empty if the lease ended."""
         lease = self._lease(session, lease_id)
         return lease.space.namespace.name if lease else ""
 
     def count_retrieved(self, shards: Sequence[LocatedShard]) -> None:
-        """Count shards that were delivered."""
         self.counters.retrieved_shards += len(shards)
         self.counters.retrieved_bytes += sum(shard.nbytes for shard in shards)
 
@@ -287,22 +288,17 @@ class Core:
     ) -> Steps[list[ReserveStatus | Slot]]:
         """Find memory for one shard of consecutive chunks of a prompt.
 
-        ``event_data`` is what events are to tell about them, encoded, one for each or none. The
-        caller owns the slots, and seals or aborts each of them. Closed before its end, it aborts
-        what it has reserved.
+        ``event_data`` is what events are to tell about the chunks: one encoded message for each, or
+        none at all. The caller owns the slots, and seals or aborts each of them. Steps that are
+        closed before their end abort what they have reserved.
         """
         self._refuse_when_draining()
-        check_keys(keys)
+        _check_keys(keys)
         if len(parent_key) not in (0, KEY_BYTES):
             raise invalid(f"parent_key of {len(parent_key)} bytes: {KEY_BYTES}, or none")
         if parent_key == _ROOT:
             parent_key = b""
         space = self.index.space(namespace)
-        if shard >= space.namespace.kv_world_size:
-            raise invalid(
-                f"kv_worker_id {shard}: namespace {namespace!r} has "
-                f"{space.namespace.kv_world_size} shards"
-            )
         if session is not None and session.role is Role.WORKER and shard != session.kv_worker_id:
             raise invalid(f"kv_worker_id {shard}: this session stores {session.kv_worker_id} only")
         position = space.namespace.position(group_idx)
@@ -313,16 +309,29 @@ class Core:
         return outcomes
 
     def seal(self, slot: Slot) -> bool:
-        """The bytes of a slot are complete. False if the chunk was cleared meanwhile."""
+        """Make a slot, whose bytes are complete, part of the cache.
+
+        False if the slot's chunk was cleared meanwhile.
+        """
         if not self.index.seal(slot):
             return False
         self.counters.stored_shards += 1
         self.counters.stored_bytes += slot.nbytes
         return True
 
-    def writing(self, outcomes: Sequence[ReserveStatus | Slot]) -> Writing:
-        """The slots that a reserve got, for whoever fills them."""
-        return Writing(self.index, self.seal, outcomes)
+    @contextmanager
+    def writing(self, outcomes: Sequence[ReserveStatus | Slot]) -> Iterator[Writing]:
+        """The slots among the outcomes of ``reserve_in_steps``, for the caller that fills them.
+
+        However the block ends, the slots that are still open are aborted then.
+        """
+        slots = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, Slot)}
+        writing = Writing(self.seal, slots)
+        try:
+            yield writing
+        finally:
+            left, writing.open = writing.open, {}
+            self.index.abort_all(left.values())
 
     def open_reservation(self, session: Session, writing: Writing) -> int:
         """Hand slots over to a client that fills them by itself; 0 if there are none.
@@ -332,22 +341,9 @@ class Core:
         if not writing.open:
             return 0
         if session.orphaned:
-            self.sessions.with_token(session.token)
+            self.sessions.with_token(session.token)  # raises
         slots, writing.open = writing.open, {}
-        return self._reservations.open(session, slots).reservation_id
-
-    def commit_in_steps(
-        self, session: Session, reservation_id: int, chunks: Sequence[int]
-    ) -> Steps[list[bool]]:
-        """Seal chunks of a reservation, or all open ones.
-
-        False for each that was cleared, or meanwhile aborted, or lost by the session.
-        """
-        return self._reservations.commit(session, reservation_id, chunks)
-
-    def abort_in_steps(self, session: Session, reservation_id: int) -> Steps[int]:
-        """Give back what a reservation still holds; how many chunks that were."""
-        return self._reservations.abort(session, reservation_id)
+        return self.reservations.open(session, slots).reservation_id
 
     # Copies made by the server
 
@@ -355,11 +351,12 @@ class Core:
     def reading(
         self, namespace: str, group_idx: int | None, shard: int, keys: Sequence[bytes]
     ) -> Iterator[list[LocatedShard]]:
-        """The shards of the first keys that are all there. They stay until the block ends."""
-        check_keys(keys)
+        """The shards of the first keys, up to the first key that is not cached.
+
+        They stay where they are until the block ends.
+        """
+        _check_keys(keys)
         space = self.index.space(namespace)
-        if shard >= space.namespace.kv_world_size:
-            raise invalid(f"kv_worker_id {shard}: below {space.namespace.kv_world_size}")
         position = space.namespace.position(group_idx)
         nbytes = space.shard_bytes(position, shard)
         shards = []
@@ -377,41 +374,28 @@ class Core:
 
     # Namespaces
 
-    def register_namespace(self, namespace: Namespace) -> bool:
-        """Make a namespace known; True if it was not. RequestError if it contradicts itself."""
-        return self.index.register(namespace)
-
-    def check_namespace(self, name: str) -> None:
-        """RequestError (UNKNOWN_NAMESPACE) if there is no namespace of that name."""
-        self.index.space(name)
-
     def shard_bytes(self, namespace: str, group_idx: int | None, shard: int) -> int:
         """Size of one shard of a group; RequestError if there is none, or it is not known."""
         space = self.index.space(namespace)
         return space.shard_bytes(space.namespace.position(group_idx), shard)
 
-    def list_parts(self, namespace: str) -> Generator[list[ListedPart] | None, None, None]:
-        """As in ``listing``."""
-        return list_parts(self.index.space(namespace))
-
     def clear(self, namespace: str) -> int:
-        """Make everything in a namespace invisible, or in all if the name is empty."""
+        """Make everything in a namespace invisible, or in all if the name is empty.
+
+        Returns how many parts were visible.
+        """
         spaces = [self.index.space(namespace)] if namespace else self.index.spaces
         return self.index.clear(*spaces)
 
     def evict_in_steps(self, nbytes: int) -> Steps[tuple[int, int]]:
-        """Evict so many bytes, or all if 0; the parts and bytes that were."""
-        # All is a number, too, so that it ends though others store meanwhile.
+        """Evict ``nbytes``, or all if 0; how many parts and bytes were evicted."""
+        # All is a number of bytes, too, so that evicting ends though others store meanwhile.
         return self.index.evict_in_steps(nbytes or self.index.sealed_bytes)
 
     @property
     def is_idle(self) -> bool:
         """True if nobody may be copying out of the pool or into it."""
-        return (
-            not self.index.reserved_bytes
-            and not self._readings
-            and not any(lease.copying for lease in self.leases)
-        )
+        return not self.index.reserved_bytes and not self._readings and not self.leases.is_copying
 
     def _refuse_when_draining(self) -> None:
         if self.draining:
@@ -424,7 +408,7 @@ class Core:
 
     def _end(self, session: Session) -> Steps[None]:
         yield from self._let_go(session)
-        yield from self._reservations.end(session)
+        yield from self.reservations.end(session)
 
     def _let_go(self, session: Session) -> Steps[None]:
         """Free a session's locks, and let others store what it was storing."""
@@ -435,10 +419,10 @@ class Core:
                 if self._has_successor(session):
                     break
                 yield from self.leases.release_in_steps(lease, readers=[session.worker_id])
-        yield from self._reservations.orphan(session)
+        yield from self.reservations.orphan(session)
 
     def _has_successor(self, session: Session) -> bool:
-        """True if the same worker has connected anew, and holds its locks by that session."""
+        """True if the same worker has connected anew: its locks belong to the new session."""
         return any(
             other is not session
             and not other.expired
@@ -448,8 +432,8 @@ class Core:
         )
 
 
-def check_keys(keys: Sequence[bytes]) -> None:
-    """Raise RequestError unless there are 1 to 16,384 keys of 32 bytes."""
+def _check_keys(keys: Sequence[bytes]) -> None:
+    """RequestError unless there are 1 to MAX_KEYS keys of 32 bytes."""
     if not 1 <= len(keys) <= MAX_KEYS:
         raise invalid(f"{len(keys)} keys: from 1 to {MAX_KEYS}; split longer prompts")
     if set(map(len, keys)) != {KEY_BYTES}:
@@ -461,7 +445,7 @@ def check_keys(keys: Sequence[bytes]) -> None:
 
 
 def check_session(session: Session | None, mode: Mode) -> Session:
-    """The session if it is there and of that mode; RequestError otherwise."""
+    """The session; RequestError if there is none, or if its mode is another."""
     if session is None:
         raise RequestError(Reason.SESSION_REQUIRED, "this call needs a session: open one")
     if session.mode is not mode:

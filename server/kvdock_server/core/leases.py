@@ -1,8 +1,8 @@
 """Leases: who has locked which parts.
 
-A lock is (lease, part, reader). A lease keeps, for each group's span of parts and each reader, the
-locks still held as the bits of one integer, so that giving back is idempotent by nature and exact:
-a bit that is not set frees nothing. The lease pins each part once, until no reader holds it.
+A lock is (lease, part, reader). For each group and reader a lease has one integer, with a bit for
+each part whose lock the reader still holds. Freeing a lock clears its bit, so freeing it again does
+nothing. The lease pins each part once, until no reader holds a lock on the part.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final, TypeVar
 
+from kvdock_server.core.sessions import Session
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.ids import new_id
 from kvdock_server.index.chunk import NamespaceIndex
@@ -36,14 +37,22 @@ class LockedSpan:
         """The parts that at least one reader holds, as bits."""
         return functools.reduce(operator.or_, self.held)
 
+    def bits(self, first: int, end: int) -> int:
+        """The bits of the chunks [first, end), as far as they are in the span."""
+        parts = len(self.span.parts)
+        low = min(max(first - self.span.first, 0), parts)
+        high = min(max(end - self.span.first, low), parts)
+        return (1 << high) - (1 << low)
+
 
 @dataclass(eq=False)
 class Lease:
     """What one Lookup granted.
 
-    ``owner`` is the session of the scheduler that asked, ``engine_id`` its engine; both are None
-    for a lease that was asked for by hand, which anybody may use until ``expires_at``. ``copying``
-    has the readers that were told where the parts lie and still hold locks.
+    ``owner`` is the session_id of the scheduler that asked, and ``engine_id`` its engine. Both are
+    None for a lease that was asked for without a session: anybody may use such a lease until
+    ``expires_at``. ``copying`` has the readers that were told where the parts lie and still hold
+    locks.
     """
 
     lease_id: int
@@ -70,7 +79,8 @@ class LeaseTable:
         self._leases: dict[int, Lease] = {}
         self._by_engine: dict[str | None, dict[int, Lease]] = {}
         self._by_owner: dict[int | None, dict[int, Lease]] = {}
-        self._by_expiry: list[tuple[float, int]] = []  # a heap; some may be gone
+        self._by_expiry: list[tuple[float, int]] = []  # a heap; some of the leases may be gone
+        self._copying: set[Lease] = set()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -78,18 +88,26 @@ class LeaseTable:
     def __iter__(self) -> Iterator[Lease]:
         return iter(list(self._leases.values()))
 
+    @property
+    def is_copying(self) -> bool:
+        """True if a reader was told where parts lie and still holds locks on them."""
+        return bool(self._copying)
+
     def grant(
         self,
         space: NamespaceIndex,
         spans: Sequence[HitSpan],
         readers: int,
-        *,
-        owner: int | None = None,
-        engine_id: str | None = None,
-        expires_at: float | None = None,
+        session: Session | None,
+        expires_at: float | None,
     ) -> Lease:
-        """Lock every part of the spans once for each reader."""
+        """Lock every part of the spans once for each reader.
+
+        The lease belongs to ``session``. Without a session it ends at ``expires_at``.
+        """
         lease_id = new_id(taken=self._leases)
+        owner = session.session_id if session is not None else None
+        engine_id = session.engine_id if session is not None else None
         lease = Lease(lease_id, space, owner, engine_id, expires_at, readers)
         for span in spans:
             self.index.pin(span.parts)
@@ -116,38 +134,10 @@ class LeaseTable:
             )
         return lease
 
-    def release(
-        self,
-        lease: Lease,
-        first: int = 0,
-        end: int | None = None,
-        *,
-        readers: Sequence[int] | None = None,
-        position: int | None = None,
-    ) -> int:
-        """Free locks on the chunks [first, end), of all readers and groups if none are named.
-
-        Returns how many were held. A lease without locks is gone.
-        """
-        chosen = [
-            reader
-            for reader in (range(lease.readers) if readers is None else readers)
-            if reader < lease.readers
-        ]
-        released = 0
-        for locked in lease.spans:
-            if position is None or locked.span.position == position:
-                released += self._release(locked, chosen, first, end)
-        if released:
-            self.locks -= released
-            lease.copying = {
-                reader
-                for reader in lease.copying
-                if any(locked.held[reader] for locked in lease.spans)
-            }
-            if not any(locked.held_by_any() for locked in lease.spans):
-                self._forget(lease)
-        return released
+    def note_copying(self, lease: Lease, reader: int) -> None:
+        """The reader, which holds locks, is told where the parts lie."""
+        lease.copying.add(reader)
+        self._copying.add(lease)
 
     def release_in_steps(
         self,
@@ -158,13 +148,26 @@ class LeaseTable:
         readers: Sequence[int] | None = None,
         position: int | None = None,
     ) -> Steps[int]:
-        """Likewise."""
+        """Free locks on the chunks [first, end), of all readers and groups if none are named.
+
+        Returns how many were held. A lease without locks is gone.
+        """
+        chosen = [
+            reader
+            for reader in (range(lease.readers) if readers is None else readers)
+            if reader < lease.readers
+        ]
+        spans = [each for each in lease.spans if position in (None, each.span.position)]
         last = max(locked.span.first + len(locked.span.parts) for locked in lease.spans)
         end = last if end is None else min(end, last)
         released = 0
         for begin in range(first, end, _CHUNKS_A_STEP):
             step_end = min(begin + _CHUNKS_A_STEP, end)
-            released += self.release(lease, begin, step_end, readers=readers, position=position)
+            freed = sum(self._release(locked, chosen, begin, step_end) for locked in spans)
+            if freed:
+                released += freed
+                self.locks -= freed
+                self._note_freed(lease)
             yield
         return released
 
@@ -172,12 +175,7 @@ class LeaseTable:
         """The leases of a scheduler's session."""
         return list(self._by_owner.get(owner, {}).values())
 
-    def count_of_owner(self, owner: int) -> int:
-        """How many leases a scheduler's session has."""
-        return len(self._by_owner.get(owner, {}))
-
     def of_engine(self, engine_id: str) -> list[Lease]:
-        """The leases of an engine."""
         return list(self._by_engine.get(engine_id, {}).values())
 
     def expire(self, now: float) -> Steps[None]:
@@ -189,31 +187,36 @@ class LeaseTable:
                 yield from self.release_in_steps(lease)
             yield
 
-    def _release(
-        self, locked: LockedSpan, readers: Sequence[int], first: int, end: int | None
-    ) -> int:
-        parts = locked.span.parts
-        low = min(max(first - locked.span.first, 0), len(parts))
-        high = len(parts) if end is None else min(max(end - locked.span.first, low), len(parts))
-        mask = (1 << high) - (1 << low)
+    def _release(self, locked: LockedSpan, readers: Sequence[int], first: int, end: int) -> int:
+        bits = locked.bits(first, end)
         before = locked.held_by_any()
         released = 0
         for reader in readers:
-            released += (locked.held[reader] & mask).bit_count()
-            locked.held[reader] &= ~mask
+            released += (locked.held[reader] & bits).bit_count()
+            locked.held[reader] &= ~bits
         if released:
-            free = before & ~locked.held_by_any()
-            unpin = self.index.unpin
-            # Text is the fastest way to walk the bits of a long integer.
-            for index, bit in enumerate(reversed(f"{free >> low:b}"), low):
-                if bit == "1":
-                    unpin(parts[index])
+            for index in set_bits(before & ~locked.held_by_any()):
+                self.index.unpin(locked.span.parts[index])
         return released
 
-    def _forget(self, lease: Lease) -> None:
-        self._leases.pop(lease.lease_id, None)
-        _remove(self._by_engine, lease.engine_id, lease.lease_id)
-        _remove(self._by_owner, lease.owner, lease.lease_id)
+    def _note_freed(self, lease: Lease) -> None:
+        for reader in list(lease.copying):
+            if not any(locked.held[reader] for locked in lease.spans):
+                lease.copying.remove(reader)
+        if not lease.copying:
+            self._copying.discard(lease)
+        if not any(locked.held_by_any() for locked in lease.spans):
+            self._leases.pop(lease.lease_id, None)
+            _remove(self._by_engine, lease.engine_id, lease.lease_id)
+            _remove(self._by_owner, lease.owner, lease.lease_id)
+
+
+def set_bits(bits: int) -> Iterator[int]:
+    """The numbers of the bits that are set, in ascending order."""
+    lowest = max((bits & -bits).bit_length() - 1, 0)
+    # Text is the fastest way to walk the bits of a long integer.
+    text = reversed(f"{bits >> lowest:b}")
+    return (number for number, bit in enumerate(text, lowest) if bit == "1")
 
 
 def _remove(groups: dict[K, dict[int, Lease]], key: K, lease_id: int) -> None:

@@ -1,4 +1,4 @@
-"""What a namespace holds, part by part, for operators."""
+"""Lists the parts of a namespace, for operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from kvdock_server.index.chunk import NO_SLOT, NamespaceIndex, Part, all_chunks
 
 @dataclass(frozen=True, slots=True)
 class ListedPart:
-    """One part as it is now. ``parent_key`` is empty for a prompt's first chunk."""
+    """One part as it is now.
+
+    ``parent_key`` is empty for a prompt's first chunk. ``nbytes`` counts sealed shards.
+    """
 
     key: bytes
     parent_key: bytes
@@ -23,9 +26,10 @@ class ListedPart:
 
 
 def list_parts(space: NamespaceIndex) -> Generator[list[ListedPart] | None, None, None]:
-    """The parts of each chunk in turn, while others come and go. Close it if it is not at its end.
+    """The parts of each chunk in turn. Chunks may come and go meanwhile.
 
-    None, and nothing after it, if all was cleared meanwhile.
+    After a clear of the namespace comes None, and then the end. Close the generator if you do not
+    read it to its end.
     """
     with closing(all_chunks(space)) as chunks:
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""What calls name: ranges of a lease's chunks."""
+"""Ranges of a lease's chunks, as calls name them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 class LeaseRange(NamedTuple):
     """The chunks [first_chunk, end_chunk) of one group of a lease.
 
-    An ``end_chunk`` of 0: to the end of what the group has locked.
+    An ``end_chunk`` of 0 means the end of the group's locked chunks.
     """
 
     lease_id: int
@@ -18,9 +18,10 @@ class LeaseRange(NamedTuple):
 
 
 class LockRange(NamedTuple):
-    """The locks of a lease on [first_chunk, end_chunk), 0 for the end of the hit.
+    """The locks of a lease on the chunks [first_chunk, end_chunk).
 
-    Of all readers and of all groups if None is named.
+    An ``end_chunk`` of 0 means the end of the hit. A ``reader`` of None means all readers, a
+    ``group_idx`` of None all groups.
     """
 
     lease_id: int

@@ -14,8 +14,8 @@ from kvdock_server.steps import Steps
 class ReservationTable:
     """All reservations of a server.
 
-    ``seal`` is called for each slot that is committed. ``still_mapped`` tells whether the process
-    of a session whose stream ended may still be writing into the pool.
+    ``seal`` is called for each slot that is committed. ``still_mapped`` is asked about a session
+    whose stream ended: True if the session's process may still be writing into the pool.
     """
 
     def __init__(
@@ -31,18 +31,19 @@ class ReservationTable:
         self._ended: list[Session] = []
 
     def open(self, session: Session, slots: dict[int, Slot]) -> Reservation:
-        """Hand slots over to a session, by their index in its request."""
+        """Hand slots over to a session. ``slots`` are by the chunk's index in the request."""
         reservation = Reservation(new_id(taken=self._owners), slots)
         session.reservations[reservation.reservation_id] = reservation
         self._owners[reservation.reservation_id] = session
         return reservation
 
-    def commit(
+    def commit_in_steps(
         self, session: Session, reservation_id: int, chunks: Sequence[int]
     ) -> Steps[list[bool]]:
-        """Seal chunks of a reservation, or all open ones.
+        """Seal ``chunks`` of a reservation, or all open ones if none are named.
 
-        False for each that was cleared, or meanwhile aborted, or lost by the session.
+        The result has one entry for each chunk. False: the chunk was cleared, or it was aborted or
+        lost by the session between two steps.
         """
         reservation = self._reservation(session, reservation_id)
         if reservation is None:
@@ -66,8 +67,8 @@ class ReservationTable:
             yield
         return sealed
 
-    def abort(self, session: Session, reservation_id: int) -> Steps[int]:
-        """Give back what a reservation still holds; how many chunks that were."""
+    def abort_in_steps(self, session: Session, reservation_id: int) -> Steps[int]:
+        """Give back what a reservation still holds; how many chunks it held."""
         reservation = self._reservation(session, reservation_id)
         aborted = 0
         while reservation is not None and reservation.open and not session.orphaned:
@@ -79,7 +80,7 @@ class ReservationTable:
         return aborted
 
     def orphan(self, session: Session) -> Steps[None]:
-        """Let others store what a session was storing. Its memory stays reserved."""
+        """Let others store what a session was storing. The session's memory stays reserved."""
         for reservation in list(session.reservations.values()):
             while reservation.open:
                 _, slot = reservation.open.popitem()
@@ -88,7 +89,7 @@ class ReservationTable:
                 yield
 
     def end(self, session: Session) -> Steps[None]:
-        """A session's stream ended: free its memory once its process cannot write any more."""
+        """A session's stream ended: free its memory when its process cannot write any more."""
         yield from self.orphan(session)
         self._ended.append(session)
         yield from self.reclaim_unmapped()

@@ -38,8 +38,9 @@ class Mode(Enum):
 class Reservation:
     """Memory that a session is writing to.
 
-    ``open`` has the slots by their index in the request. When the session is lost, they become
-    ``orphaned`` one by one: others may store those chunks, but the memory is not free yet.
+    ``open`` has the slots by the chunk's index in the request. When the session is lost, its open
+    slots become ``orphaned`` one by one: others may store those chunks, but the memory is not free
+    yet, since the session's process may still be writing to it.
     """
 
     reservation_id: int
@@ -48,19 +49,21 @@ class Reservation:
 
     @property
     def slots(self) -> int:
-        """How many slots it holds."""
+        """How many slots the reservation holds."""
         return len(self.open) + len(self.orphaned)
 
 
 @dataclass(eq=False)
 class Session:
-    """One connected process. ``last_seen`` is the loop's clock in seconds.
+    """One connected process.
 
-    ``session_id`` is a name for people; ``token`` stands for the session in calls outside its
-    stream, and nobody is shown it but who opened the session.
+    ``session_id`` is a public name. ``token`` is a secret: it stands for the session in calls
+    outside its stream, and only the process that opened the session is told it.
+    ``last_seen`` is the loop's clock in seconds, and ``ttl`` is in seconds.
     ``guard`` is the byte of the pool's file that the process keeps locked while it has the pool
-    mapped. ``orphaned`` tells that what it reserved will not be committed any more. While it
-    ``is_held_up`` nothing of it is read, so that its silence means nothing.
+    mapped.
+    ``orphaned``: what the session has reserved will not be committed any more.
+    ``is_held_up``: the server reads no request of the session, so its silence means nothing.
     """
 
     session_id: int
@@ -82,11 +85,10 @@ class Session:
 
     @property
     def reserved_chunks(self) -> int:
-        """Chunks that it is writing."""
         return sum(reservation.slots for reservation in self.reservations.values())
 
     def refuse_if_expired(self) -> None:
-        """RequestError (SESSION_EXPIRED) if it was silent for longer than its TTL."""
+        """RequestError (SESSION_EXPIRED) if the session was silent for longer than its TTL."""
         if self.expired:
             raise RequestError(
                 Reason.SESSION_EXPIRED,
@@ -96,8 +98,6 @@ class Session:
 
 
 class SessionTable:
-    """All sessions of a server."""
-
     def __init__(self) -> None:
         self._sessions: dict[int, Session] = {}
         self._by_token: dict[bytes, Session] = {}
@@ -150,7 +150,6 @@ class SessionTable:
         return session
 
     def close(self, session: Session) -> None:
-        """Forget a session."""
         self._sessions.pop(session.session_id, None)
         self._by_token.pop(session.token, None)
 

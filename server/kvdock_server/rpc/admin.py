@@ -1,4 +1,4 @@
-"""AdminService: what a server holds, for operators and tools."""
+"""AdminService: shows operators and tools what a server holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvdock.v1 import admin_pb2 as pb
 from kvdock.v1 import admin_pb2_grpc, session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
-from kvdock_server.core import Core, ListedPart, Session
+from kvdock_server.core import Core, ListedPart, Session, list_parts
 from kvdock_server.rpc.conversions import namespace_to_proto
 from kvdock_server.rpc.grpc_errors import Context, streaming, unary
 from kvdock_server.service.turns import in_turns
@@ -21,7 +21,7 @@ from kvdock_server.transfer import GpuTransfers
 
 _PARTS_A_MESSAGE = 250
 
-# With the longest names and reasons they take 3 MiB, and a message 4 at most.
+# With the longest names and reasons, so many sessions take 3 MiB. A message has 4 MiB at most.
 _MOST_SESSIONS = 1_000
 _MOST_REASON_CHARACTERS = 1_000
 
@@ -39,9 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     @unary
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802
         core, segment = self._core, self._pool.segment
-        counters = core.counters
         gpu = self._transfers.stats()
-        totals = core.index.totals
         return pb.StatusResponse(
             epoch=core.epoch,
             version=__version__,
@@ -65,25 +63,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 pending_parts=core.index.pending_parts,
             ),
             sessions=[
-                _session_status(session, core.leases.count_of_owner(session.session_id))
+                _session_status(session, len(core.leases.of_owner(session.session_id)))
                 for session in islice(core.sessions, _MOST_SESSIONS)
             ],
             sessions_total=len(core.sessions),
-            counters=pb.Counters(
-                lookups=counters.lookups,
-                lookup_chunks=counters.lookup_chunks,
-                hit_chunks=counters.hit_chunks,
-                stored_shards=counters.stored_shards,
-                stored_bytes=counters.stored_bytes,
-                retrieved_shards=counters.retrieved_shards,
-                retrieved_bytes=counters.retrieved_bytes,
-                evicted_parts=totals.evicted_parts,
-                no_space=totals.no_space,
-                abandoned_parts=totals.abandoned_parts,
-                host_to_device_bytes=counters.host_to_device_bytes,
-                device_to_host_bytes=counters.device_to_host_bytes,
-                device_to_device_bytes=counters.device_to_device_bytes,
-            ),
+            # Both have the protocol's names.
+            counters=pb.Counters(**vars(core.counters), **vars(core.index.totals)),
             chunk_tokens=self._chunk_tokens,
             segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],
             draining=core.draining,
@@ -107,7 +92,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: pb.ListChunksRequest, context: Context
     ) -> AsyncIterator[pb.ListChunksResponse]:
         response = pb.ListChunksResponse()
-        with contextlib.closing(self._core.list_parts(request.namespace)) as chunks:
+        space = self._core.index.space(request.namespace)
+        with contextlib.closing(list_parts(space)) as chunks:
             for seen, parts in enumerate(chunks, 1):
                 if parts is None:
                     return

@@ -1,9 +1,9 @@
-"""CacheService: each verb as a call by itself, and the streams that carry bytes."""
+"""CacheService: each verb as a call of its own, and the streams that carry bytes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -15,11 +15,11 @@ from kvdock_server.core import Session
 from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import invalid
 from kvdock_server.rpc import limits, verbs
-from kvdock_server.rpc.conversions import event_data, group_idx, statuses
+from kvdock_server.rpc.conversions import event_data, group_idx, status_to_proto, statuses
 from kvdock_server.rpc.grpc_errors import STALL_SECONDS, Context, stalled, streaming, unary
+from kvdock_server.service import inline
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.service import Service
-from kvdock_server.service.turns import in_turns
 
 DEFAULT_MESSAGE_BYTES = 128 << 10
 MIN_MESSAGE_BYTES = 1 << 10
@@ -30,57 +30,37 @@ _SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 
 def add_cache_service(server: grpc.aio.Server, service: CacheService) -> None:
-    """Serve CacheService."""
     get = grpc.unary_stream_rpc_method_handler(
         service.Get, request_deserializer=pb.GetRequest.FromString
     )
     cache_pb2_grpc.add_CacheServiceServicer_to_server(service, server)
-    # Instead of the one just added, which encodes.
+    # Takes the place of the Get just added, whose responses gRPC would encode.
     server.add_registered_method_handlers(_SERVICE_NAME, {"Get": get})  # type: ignore[attr-defined]
+
+
+def _verb(kind: str) -> Callable[..., Awaitable[Any]]:
+    @unary
+    async def answer(self: CacheService, request: Any, context: Context) -> Any:
+        return await verbs.answer(self._service, self._session(request), kind, request)
+
+    return answer
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     """See cache.proto."""
 
+    RegisterNamespace = _verb("register_namespace")
+    Lookup = _verb("lookup")
+    FreeLocks = _verb("free_locks")
+    Reserve = _verb("reserve")
+    Commit = _verb("commit")
+    Abort = _verb("abort")
+    Store = _verb("store")
+    Retrieve = _verb("retrieve")
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self._core = service.core
-
-    @unary
-    async def RegisterNamespace(  # noqa: N802
-        self, request: pb.RegisterNamespaceRequest, context: Context
-    ) -> pb.RegisterNamespaceResponse:
-        return verbs.register_namespace(self._core, None, request)
-
-    @unary
-    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:  # noqa: N802
-        return verbs.lookup(self._core, self._session(request), request)
-
-    @unary
-    async def FreeLocks(  # noqa: N802
-        self, request: pb.FreeLocksRequest, context: Context
-    ) -> pb.FreeLocksResponse:
-        return await in_turns(verbs.free_locks(self._core, self._session(request), request))
-
-    @unary
-    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
-        return await in_turns(verbs.reserve(self._core, self._session(request), request))
-
-    @unary
-    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:  # noqa: N802
-        return await in_turns(verbs.commit(self._core, self._session(request), request))
-
-    @unary
-    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
-        return await in_turns(verbs.abort(self._core, self._session(request), request))
-
-    @unary
-    async def Store(self, request: pb.StoreRequest, context: Context) -> pb.StoreResponse:  # noqa: N802
-        return await verbs.store(self._service, self._session(request), request)
-
-    @unary
-    async def Retrieve(self, request: pb.RetrieveRequest, context: Context) -> pb.RetrieveResponse:  # noqa: N802
-        return await verbs.retrieve(self._service, self._session(request), request)
 
     @streaming
     async def Put(  # noqa: N802
@@ -91,7 +71,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise invalid("the first message of a Put must be open")
         opened = request.open
         limits.check(opened)
-        async with self._service.inline.put(
+        async with inline.put(
+            self._core,
+            self._service.pool,
             opened.namespace,
             group_idx(opened),
             opened.kv_worker_id,
@@ -123,14 +105,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     @streaming
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[bytes]:  # type: ignore[override]  # noqa: N802
-        """Its responses are encoded already."""
+        """Answers with encoded responses."""
         step = request.message_bytes or DEFAULT_MESSAGE_BYTES
         if not MIN_MESSAGE_BYTES <= step <= MAX_MESSAGE_BYTES:
             raise invalid(
                 f"message_bytes {step}: from {MIN_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}, or 0 for "
                 "128 KiB"
             )
-        inline = self._service.inline
         with self._core.reading(
             request.namespace, group_idx(request), request.kv_worker_id, request.keys
         ) as shards:
@@ -138,9 +119,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 head = pb.GetResponse(
                     chunk=index, status=types.CHUNK_STATUS_RETRIEVED, shard_bytes=shard.nbytes
                 ).SerializeToString()
-                for data in inline.pieces(shard, step):
+                for data in inline.pieces(self._core, self._service.pool, shard, step):
                     yield b"".join((head, _GET_DATA, varint(len(data)), data))
-                    # A stream that is never full would keep every other call waiting.
+                    # As long as the client's stream takes all, only this lets other calls in.
                     await asyncio.sleep(0)
             if len(shards) < len(request.keys):
                 yield pb.GetResponse(
@@ -148,20 +129,21 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 ).SerializeToString()
 
     def _session(self, request: Any) -> Session | None:
-        if not request.session_token:
+        """The session that the request names, None if it names none; a sign of its life."""
+        token = getattr(request, "session_token", b"")
+        if not token:
             return None
-        session = self._core.sessions.with_token(request.session_token)
+        session = self._core.sessions.with_token(token)
         session.last_seen = self._core.clock()
         return session
 
 
 def _put_result(chunk: int, status: ChunkStatus) -> pb.PutResponse:
-    (became,) = statuses([status])
-    return pb.PutResponse(result=pb.PutResult(chunk=chunk, status=became))
+    return pb.PutResponse(result=pb.PutResult(chunk=chunk, status=status_to_proto(status)))
 
 
 async def _next(requests: AsyncIterator[pb.PutRequest]) -> pb.PutRequest | None:
-    """The client's next message, None at the end; RequestError (STALLED) if none comes."""
+    """The client's next message, None at the stream's end; RequestError (STALLED) if none comes."""
     try:
         async with asyncio.timeout(STALL_SECONDS):
             return await anext(requests, None)

@@ -1,4 +1,4 @@
-"""Between messages and the values of the domain."""
+"""Converts between messages and the values of the domain."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvdock_server.core import (
     LocatedShard,
     Mode,
     Namespace,
+    Slot,
 )
 from kvdock_server.errors import invalid
 from kvdock_server.service.block_copy import BlockCopy
@@ -31,38 +32,39 @@ from kvdock_server.transfer import BlockRegion, DeviceAllocation, GroupMemory, L
 
 MAX_EVENT_DATA_BYTES = 1 << 20
 MAX_BLOCK_HASHES = MAX_CHUNK_TOKENS
-"""Of one chunk: one for each token."""
+"""Of one chunk: at most one for each token."""
 
 
 def group_idx(message: Any) -> int | None:
-    """The message's group_idx; absent and 0 are different."""
+    """The message's group_idx, None if it has none: that is not the same as 0."""
     return message.group_idx if message.HasField("group_idx") else None
 
 
+def status_to_proto(status: ChunkStatus) -> types.ChunkStatus.ValueType:
+    """What became of a chunk, as messages carry it."""
+    return types.ChunkStatus.ValueType(status.value)
+
+
 def statuses(of_chunks: Iterable[ChunkStatus]) -> list[types.ChunkStatus.ValueType]:
-    """What became of chunks, as messages carry it."""
-    return [types.ChunkStatus.ValueType(status.value) for status in of_chunks]
+    return [status_to_proto(status) for status in of_chunks]
 
 
 def retrieved(core: Core, chunks: Iterable[RetrievedChunk]) -> Steps[pb.RetrieveResponse]:
-    """The answer to a Retrieve."""
     response = pb.RetrieveResponse(epoch=core.epoch)
     for status, shard in chunks:
         response.chunks.add(
-            status=types.ChunkStatus.ValueType(status.value),
+            status=status_to_proto(status),
             location=None if shard is None else location(shard),
         )
         yield
     return response
 
 
-def location(shard: LocatedShard) -> types.Location:
-    """Where a shard lies in the pool."""
+def location(shard: LocatedShard | Slot) -> types.Location:
     return types.Location(offset=shard.offset, length=shard.nbytes)
 
 
 def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
-    """What a Store asks for."""
     return StoreCall(
         request.namespace,
         group_idx(request),
@@ -79,7 +81,6 @@ def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
 
 
 def retrieve_call(request: pb.RetrieveRequest) -> RetrieveCall:
-    """What a Retrieve asks for."""
     return RetrieveCall(
         LeaseRange(request.lease_id, group_idx(request), request.first_chunk, request.end_chunk),
         request.kv_worker_id,
@@ -104,7 +105,7 @@ def wanted_mode(request: session_pb2.RegisterMemoryRequest) -> Mode | None:
 
 
 def exported_memory(request: session_pb2.RegisterMemoryRequest) -> ExportedMemory:
-    """The memory that a RegisterMemory describes; RequestError if it cannot be."""
+    """The memory that a RegisterMemory describes; RequestError if the description is wrong."""
     groups: dict[int | None, GroupMemory] = {}
     for group in request.groups:
         name = group_idx(group)
@@ -131,9 +132,9 @@ def exported_memory(request: session_pb2.RegisterMemoryRequest) -> ExportedMemor
 
 
 def event_data(core: Core, request: Any) -> list[bytes]:
-    """What the request tells about its chunks, encoded; nothing if no log wants to know.
+    """The request's event data, one encoded message for each key; none without an event log.
 
-    RequestError unless there is event data for every key or for none, or if it is too large.
+    RequestError unless there is event data for every key or for none, or if one of it is too large.
     """
     given: Sequence[types.ChunkEventData] = request.event_data
     if given and len(given) != len(request.keys):
@@ -154,7 +155,7 @@ def event_data(core: Core, request: Any) -> list[bytes]:
 
 
 def namespace_from_proto(message: types.Namespace) -> Namespace:
-    """The namespace, its shard_bytes spread to one number a shard."""
+    """The namespace. In it each group's shard_bytes has one number for each shard."""
     world = message.kv_world_size
     if not 1 <= world <= MAX_KV_WORLD_SIZE:
         raise invalid(f"kv_world_size {world}: from 1 to {MAX_KV_WORLD_SIZE}")
@@ -181,7 +182,7 @@ def namespace_from_proto(message: types.Namespace) -> Namespace:
 
 
 def namespace_to_proto(namespace: Namespace) -> types.Namespace:
-    """The namespace as it was registered, with one number a shard."""
+    """The namespace. Where all shards of a group have one size, shard_bytes has one number."""
     message = types.Namespace(
         name=namespace.name,
         labels=dict(namespace.labels),

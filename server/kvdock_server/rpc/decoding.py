@@ -1,8 +1,8 @@
-"""Messages that cannot be decoded: a mistake of who sent them, and said so, on every method alike.
+"""Answers messages that cannot be decoded with INVALID_ARGUMENT, on every method.
 
-gRPC itself would call it a fault of the server, with a traceback in the log for each. So what
-decodes a request returns the refusal in the place of the message, and what is put around each
-method's handler raises it.
+gRPC itself would answer that the server failed, and log a traceback for each message. So the
+decoder returns a RequestError in the place of the message, and a wrapper around each method's
+handler raises the error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Handler = Callable[[Any, Context], Any]
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Puts itself around the handlers of all methods, those of libraries as well."""
+    """Wraps the handlers of all methods, also of the services that come from libraries."""
 
     async def intercept_service(
         self,
@@ -36,22 +36,14 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if method is None:
             return None
         decode = _decode_or_refuse(method.request_deserializer, handler_call_details.method)
-        encode = method.response_serializer
-        if method.unary_unary:
-            handler = _one_answer(method.unary_unary)
-            return grpc.unary_unary_rpc_method_handler(handler, decode, encode)
-        if method.stream_unary:
-            handler = _one_answer(method.stream_unary)
-            return grpc.stream_unary_rpc_method_handler(handler, decode, encode)
-        if method.unary_stream:
-            handler = _many_answers(method.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(handler, decode, encode)
-        handler = _many_answers(method.stream_stream)
-        return grpc.stream_stream_rpc_method_handler(handler, decode, encode)
+        for kind, wrap, make_handler in _KINDS:
+            if handler := getattr(method, kind):
+                return make_handler(wrap(handler), decode, method.response_serializer)
+        raise AssertionError(f"{handler_call_details.method} has no handler")
 
 
 def _decode_or_refuse(decode: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
-    """Returns the message, or the RequestError that takes its place."""
+    """A decoder that returns the message, or in its place the RequestError to answer with."""
 
     def decoded(message: bytes) -> Any:
         try:
@@ -84,7 +76,7 @@ def _many_answers(handler: Handler) -> Handler:
                     async for each in answers:
                         await context.write(each)
             else:
-                await answers  # and it has written them
+                await answers  # a coroutine, which writes them itself
         except RequestError as error:
             await abort(context, error)
 
@@ -92,7 +84,7 @@ def _many_answers(handler: Handler) -> Handler:
 
 
 def _decoded(request: Any, context: Context) -> Any:
-    """The request, or the stream of requests; RequestError in the place of one that is refused."""
+    """The request, or the stream of requests. Raises a RequestError that stands for a request."""
     if hasattr(request, "__aiter__"):
         return _Requests(request, context)
     if isinstance(request, RequestError):
@@ -102,7 +94,10 @@ def _decoded(request: Any, context: Context) -> Any:
 
 
 class _Requests:
-    """A stream of requests. No generator, which would end with a wait that is given up."""
+    """A stream of requests.
+
+    This is no generator: a generator would end when the wait for its next request is cancelled.
+    """
 
     def __init__(self, requests: AsyncIterator[Any], context: Context) -> None:
         self._requests = aiter(requests)
@@ -113,3 +108,11 @@ class _Requests:
 
     async def __anext__(self) -> Any:
         return _decoded(await anext(self._requests), self._context)
+
+
+_KINDS: tuple[tuple[str, Callable[[Handler], Handler], Callable[..., Any]], ...] = (
+    ("unary_unary", _one_answer, grpc.unary_unary_rpc_method_handler),
+    ("stream_unary", _one_answer, grpc.stream_unary_rpc_method_handler),
+    ("unary_stream", _many_answers, grpc.unary_stream_rpc_method_handler),
+    ("stream_stream", _many_answers, grpc.stream_stream_rpc_method_handler),
+)

@@ -1,4 +1,4 @@
-"""EventService: the log, streamed to whoever follows it."""
+"""EventService: streams the event log to its readers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["EventService"].full_name
 _DEFAULT_PROGRESS_MS = 10_000
 _SHORTEST_PROGRESS_MS = 100
 
-# A message is cut where one of these is reached. Events are encoded when they are first sent, which
-# must not take the loop for long, and messages must stay well below the protocol's 4 MiB: one event
-# may bring up to 1 MiB of data.
+# A message ends where one of these limits is reached. Events are encoded when they are first sent,
+# and encoding must not hold up the loop for long. Messages must stay well below the protocol's
+# 4 MiB, and one event may bring up to 1 MiB of data.
 _MESSAGE_EVENTS = 500
 _MESSAGE_BYTES = 512 << 10
 _SHARED_MESSAGES = 4
@@ -37,16 +37,14 @@ class EventService:
     """See events.proto."""
 
     def __init__(self, core: Core) -> None:
-        self._core = core
-        self._batches = _Batches(core.events) if core.events else None
+        self._batches = _Batches(core.events) if core.events is not None else None
 
     @streaming
     async def StreamKVEvents(  # noqa: N802
         self, request: pb.StreamKVEventsRequest, context: Context
     ) -> AsyncIterator[bytes]:
-        publisher = self._core.events
         batches = self._batches
-        if publisher is None or batches is None:
+        if batches is None:
             raise RequestError(
                 Reason.NO_EVENT_LOG,
                 "this server keeps no event log: start it with --event-log SIZE (for example "
@@ -57,6 +55,7 @@ class EventService:
                 f"progress_interval_ms {request.progress_interval_ms}: at least "
                 f"{_SHORTEST_PROGRESS_MS}, 0 means {_DEFAULT_PROGRESS_MS}"
             )
+        publisher = batches.publisher
         after = _start(publisher, request)
         if after is None:
             publisher.subscribers.compacted += 1
@@ -67,14 +66,14 @@ class EventService:
             snapshot = publisher.snapshot(frozenset(request.namespaces))
         subscriber = publisher.subscribers.join(after, snapshot)
         try:
-            async for message in _messages(publisher, batches, subscriber, request):
+            async for message in _messages(batches, subscriber, request):
                 yield message
         finally:
             publisher.subscribers.leave(subscriber)
 
 
 def add_event_service(server: grpc.aio.Server, core: Core) -> None:
-    """Serve EventService. Its responses are encoded already."""
+    """Serve EventService, whose methods answer with encoded responses."""
     method = grpc.unary_stream_rpc_method_handler(
         EventService(core).StreamKVEvents,
         request_deserializer=pb.StreamKVEventsRequest.FromString,
@@ -84,7 +83,7 @@ def add_event_service(server: grpc.aio.Server, core: Core) -> None:
 
 
 def _start(publisher: Publisher, request: pb.StreamKVEventsRequest) -> int | None:
-    """The number of the event after which to begin; None if that is compacted."""
+    """The number of the event after which to begin; None if the reader's place is compacted."""
     log = publisher.log
     if request.WhichOneof("start") != "after":
         return log.last
@@ -99,32 +98,32 @@ def _start(publisher: Publisher, request: pb.StreamKVEventsRequest) -> int | Non
 
 
 class _Batches:
-    """Makes messages of the log's events. Readers who are at one place share one message."""
+    """Makes messages of the log's events. Readers at the same place share one message."""
 
     def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
-        # For (place of the reader, end of what is shown): the last few, for readers that filter
-        # nothing.
+        self.publisher = publisher
+        # The last few messages for readers that filter nothing, each with the place after it. The
+        # keys are (place of the reader, end of what is shown).
         self._made: dict[tuple[int, int], tuple[int, bytes]] = {}
 
     def after(self, cursor: int, passes: Filter | None) -> tuple[int, bytes] | None:
-        """The next message for a reader there, and its place after it; None if compacted.
+        """The next message for a reader at ``cursor``, and the reader's place after it.
 
-        The message is empty if the filter lets nothing through.
+        The message is empty if the filter lets nothing through. None if the place is compacted.
         """
-        shown = self._publisher.subscribers.shown
+        shown = self.publisher.subscribers.shown
         place = cursor, shown
         if passes is None and place in self._made:
             return self._made[place]
         most = min(_MESSAGE_EVENTS, shown - cursor)
-        events = self._publisher.log.read(cursor, most, _MESSAGE_BYTES)
+        events = self.publisher.log.read(cursor, most, _MESSAGE_BYTES)
         if events is None:
             return None
         end = events[-1].number
         wanted = events if passes is None else list(filter(passes, events))
         if not wanted:
             return end, b""
-        message = end, wire.batch(self._publisher.epoch, end, wanted[-1].unix_ms, wanted)
+        message = end, wire.batch(self.publisher.epoch, end, wanted[-1].unix_ms, wanted)
         if passes is None:
             if len(self._made) == _SHARED_MESSAGES:
                 del self._made[next(iter(self._made))]
@@ -133,11 +132,9 @@ class _Batches:
 
 
 async def _messages(
-    publisher: Publisher,
-    batches: _Batches,
-    subscriber: Subscriber,
-    request: pb.StreamKVEventsRequest,
+    batches: _Batches, subscriber: Subscriber, request: pb.StreamKVEventsRequest
 ) -> AsyncIterator[bytes]:
+    publisher = batches.publisher
     epoch, subscribers = publisher.epoch, publisher.subscribers
     passes = _filter(request)
     if subscriber.snapshot is None:
@@ -176,7 +173,11 @@ async def _messages(
 async def _pieces(
     epoch: int, subscriber: Subscriber, passes: Filter | None
 ) -> AsyncIterator[bytes]:
-    """The snapshot, parents first. It ends early if it is dropped: then the log tells why."""
+    """The snapshot, parents first.
+
+    It ends early if ``subscriber.snapshot`` was dropped. Then the reader's place in the log is
+    compacted, as the reader is told next.
+    """
     begin = 0
     while subscriber.snapshot is not None:
         piece, end = _piece(subscriber.snapshot, begin)
@@ -191,6 +192,7 @@ async def _pieces(
 
 
 def _piece(events: Sequence[Event], begin: int) -> tuple[Sequence[Event], int]:
+    """The events from ``begin`` on that fit into a message, at least one, and where they end."""
     nbytes = 0
     end = begin
     for event in events[begin : begin + _MESSAGE_EVENTS]:
@@ -202,7 +204,7 @@ def _piece(events: Sequence[Event], begin: int) -> tuple[Sequence[Event], int]:
 
 
 def _filter(request: pb.StreamKVEventsRequest) -> Filter | None:
-    """Which events a reader gets; None: all of them."""
+    """True for each event that the reader gets. None if the reader gets all."""
     namespaces = frozenset(request.namespaces)
     wanted_group = group_idx(request)
     by_group = request.HasField("group_idx")

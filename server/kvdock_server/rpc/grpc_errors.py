@@ -1,4 +1,4 @@
-"""From errors of the domain to what a gRPC client sees."""
+"""Turns errors of the domain into what a gRPC client sees."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
-# A stream of bytes on which nothing moves for so long is given up.
+# A stream of bytes on which nothing moves for this long is given up.
 STALL_SECONDS = 30.0
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """The error itself, or, for a fault of the server, one that says so after logging it."""
+    """A RequestError as it is. Any other exception is logged and told as a fault of the server."""
     if isinstance(error, RequestError):
         return error
     logger.error("a request failed by a fault of the server", exc_info=error)
@@ -41,7 +41,7 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def stalled(did: str) -> RequestError:
-    """A stream that is given up, since it may hold memory that others want."""
+    """The error of a stream that is given up, since it may hold memory that others want."""
     return RequestError(
         Reason.STALLED, f"the client {did} nothing for {STALL_SECONDS:g} s: begin again"
     )
@@ -66,7 +66,7 @@ async def abort(context: Context, error: RequestError) -> NoReturn:
 
 
 def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
-    """Let a servicer's method answer errors of the domain as status codes."""
+    """Let a servicer's method check its request's limits and answer errors as status codes."""
 
     @functools.wraps(method)
     async def wrapped(self: object, request: Any, context: Context) -> T:
@@ -82,11 +82,11 @@ def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
 
 
 def streaming(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIterator[T]]:
-    """Likewise for a method that answers with a stream.
+    """The same as ``unary`` for a method that answers with a stream.
 
-    The method is a generator, which is closed before the call ends, however it ends: what it holds
-    is released at once and not by the garbage collector. Where requests come in a stream as well,
-    the method itself looks at their limits.
+    The method is a generator. However the call ends, the generator is closed before: so what it
+    holds is released at once, and not by the garbage collector. A method whose requests come in a
+    stream checks their limits itself.
     """
 
     @functools.wraps(method)
@@ -105,5 +105,5 @@ def streaming(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIte
         except Exception as error:
             await abort(context, as_request_error(error))
 
-    # grpc.aio also takes a coroutine that writes its responses; the stubs do not know that.
+    # grpc.aio also takes a coroutine that writes its responses. The type stubs do not say so.
     return wrapped  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""How many entries the lists of a request may have, looked at before any of the entries.
+"""How many entries the lists of a request may have. This is checked before any entry is looked at.
 
-Each costs something for every entry, and 4 MiB hold two million of them: enough to stop the event
-loop, and with it everybody else, for seconds. Every list of every request is in ``MOST``, which a
-test compares with the protocol.
+Every entry costs time, and a message of 4 MiB can hold two million of them: enough to hold up the
+event loop, and every other client, for seconds. ``MOST`` has every list of every request. A test
+compares it with the protocol.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MAX_REGIONS = 4_096
 """Pieces of a block, over all groups: a dozen for each layer of the deepest models."""
 MAX_ALLOCATIONS = 4_096
 MAX_NAMESPACES = 4_096
-"""As many as a server knows."""
+"""The most that a server knows."""
 
 _PACKAGE = "kvdock.v1."
 
 
 class Limit(NamedTuple):
-    """What a whole message may have of one field's entries. ``most`` None: see there."""
+    """How many entries of one field a whole message may have. ``most`` None: checked elsewhere."""
 
     least: int
     most: int | None
@@ -41,8 +41,7 @@ class Limit(NamedTuple):
 
 _KEYS = Limit(1, MAX_KEYS)
 _EVENT_DATA = Limit(0, MAX_KEYS)
-# As many as the keys have blocks, which is compared before they are looked at
-# (service/block_copy.py).
+# One for each block of the keys: GroupMemory.block_ids checks their number before it looks at them.
 _BLOCK_IDS = Limit(0, None)
 
 MOST: dict[str, Limit] = {
@@ -69,8 +68,8 @@ MOST: dict[str, Limit] = {
 }
 
 OPAQUE = frozenset({"ChunkEventData"})
-"""Messages that are kept encoded, so that nobody looks into them but by their bytes
-(conversions.py).
+"""Messages whose lists are not looked into: they are kept encoded, and conversions.py limits their
+bytes.
 """
 
 
@@ -102,7 +101,10 @@ def _compare(label: str, count: int) -> None:
 
 
 class _Field(NamedTuple):
-    """A field to look at: a list, or a message with lists in it. ``is_deep``: both."""
+    """A field to look at: a list, or a message with lists in it.
+
+    ``is_deep``: the field holds messages with lists in them.
+    """
 
     name: str
     label: str

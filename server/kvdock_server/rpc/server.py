@@ -42,15 +42,15 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Two servers on one TCP port would share its clients at random.
     ("grpc.so_reuseport", 0),
-    # Go clients and proxies ping every 10 to 30 s, also while they have no call under way. This is
-    # the name of the interval that the library reads.
+    # Go clients and proxies ping every 10 to 30 s, also while they have no call under way. The
+    # library reads the interval under this name.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 
 class Server:
-    """A gRPC server that is not listening yet."""
+    """A gRPC server with all services. It listens from ``start`` on."""
 
     def __init__(self, core: Core, pool: Pool, transfers: GpuTransfers, chunk_tokens: int) -> None:
         service = Service(core, pool, transfers)
@@ -67,7 +67,7 @@ class Server:
         add_reflection(self._grpc, [*SERVICE_NAMES, "grpc.health.v1.Health"])
 
     async def start(self, target: str) -> None:
-        """Listen. RuntimeError if the address is taken."""
+        """Listen at ``target``. RuntimeError if the address is taken."""
         self._grpc.add_insecure_port(target)
         await self._grpc.start()
         for name in ("", *SERVICE_NAMES):
@@ -78,6 +78,6 @@ class Server:
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace: float) -> None:
-        """Stop listening, and end the calls that are left after ``grace`` seconds."""
+        """Stop listening, end the sessions, and after ``grace`` seconds the calls that are left."""
         self._sessions.end_all()
         await self._grpc.stop(grace)

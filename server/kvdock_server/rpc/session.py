@@ -1,4 +1,4 @@
-"""SessionService: one stream a process, carrying all its verbs and its signs of life."""
+"""SessionService: one stream for each process, with all its requests and its signs of life."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvdock_server.tiers.host.pool import Pool
 logger = logging.getLogger(__name__)
 
 _OPEN_SECONDS = 5.0
-# What a session has sent beyond that waits in its stream, and in the end in its process.
+# With so many copies under way, the server reads no further request of the session.
 _COPIES_AT_ONCE = 64
-# What grants something, which would have to be taken back. (Store and Retrieve have deadlines that
-# say what becomes of each chunk.)
+# Refused if nobody awaits the answer any more: it would grant something that somebody would have to
+# give back. (Store and Retrieve have a deadline of their own.)
 _NOT_WHEN_LATE = frozenset({"lookup", "reserve"})
 
 
@@ -64,7 +64,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     async def _serve(
         self, stream: _SessionStream, requests: AsyncIterator[pb.SessionRequest]
     ) -> None:
-        """Answer until the client ends the stream, or all are ended."""
+        """Answer until the client ends the stream, or ``end_all`` is called."""
         serving = asyncio.create_task(stream.serve(requests))
         ending = asyncio.create_task(self._ending.wait())
         try:
@@ -74,9 +74,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             serving.cancel()
         (ended,) = await asyncio.gather(serving, return_exceptions=True)
         if isinstance(ended, RequestError):
-            raise ended  # a message that is none
+            raise ended  # a message that cannot be decoded
         if isinstance(ended, Exception):
-            # Mostly a client that is gone while it is being answered.
+            # Mostly a client that went away while it was being answered.
             logger.info("a session's stream broke: %r", ended)
 
     def _open(self, first: pb.SessionRequest) -> sessions.Session:
@@ -126,8 +126,6 @@ async def _first(requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionReques
 
 
 class _SessionStream:
-    """Answers the requests of one session."""
-
     def __init__(self, service: Service, session: sessions.Session, context: Context) -> None:
         self._service = service
         self._core = service.core
@@ -138,7 +136,6 @@ class _SessionStream:
         self._room = asyncio.Semaphore(_COPIES_AT_ONCE)
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Answer until the client ends the stream."""
         async for request in requests:
             kind = request.WhichOneof("request")
             if self._takes_time(kind):
@@ -150,18 +147,18 @@ class _SessionStream:
                 await self._answer(request, kind)
 
     async def write(self, response: pb.SessionResponse) -> None:
-        """Send one answer; answers of copies come from tasks of their own."""
+        """Send one answer. Tasks of copies call this, too, while requests are read."""
         async with self._write_lock:
             response.answered_ms = self._now_ms()
             await self._context.write(response)
 
     async def close(self) -> None:
-        """End the copies under way; their memory must not be given back before."""
+        """End the copies under way. The session's slots and locks must not be freed before."""
         for task in self._tasks:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        finally:  # also when the call is cancelled meanwhile, as it is when its client is gone
+        finally:  # gRPC cancels the call when its client is gone
             await self._service.memory.release(self._session)
 
     def _takes_time(self, kind: str | None) -> bool:
@@ -197,8 +194,10 @@ class _SessionStream:
         await self.write(response)
 
     def _check(self, request: pb.SessionRequest, kind: str | None) -> None:
-        """Note the sign of life; RequestError if the session expired, if another one is named, if a
-        list is too long, or if nobody awaits the answer any more.
+        """Note the sign of life. RequestError if the request must not be carried out.
+
+        So it is if the session has expired, a list is too long, the request names another session,
+        or nobody awaits the answer any more.
         """
         session = self._session
         session.refuse_if_expired()
@@ -223,5 +222,5 @@ class _SessionStream:
                 )
 
     def _now_ms(self) -> int:
-        """The clock that clients are told of."""
+        """Milliseconds of the clock on which clients are told ``answered_ms``."""
         return int(self._core.clock() * 1000)

@@ -1,7 +1,7 @@
 """The verbs as functions from message to message.
 
-CacheService and the session stream share them. Some are answered at once, some in steps, so that
-others wait no longer than for a step, and some wait themselves.
+CacheService and the session stream share them. Some verbs are answered at once. Some are written in
+steps, so that other calls wait no longer than for a step. And some wait themselves.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from kvdock_server.rpc.conversions import (
     event_data,
     exported_memory,
     group_idx,
+    location,
     namespace_from_proto,
     retrieve_call,
     retrieved,
+    status_to_proto,
     statuses,
     store_call,
     wanted_mode,
 )
 from kvdock_server.service.chunk_status import OF_RESERVE
+from kvdock_server.service.retrieve import retrieve as retrieve_chunks
 from kvdock_server.service.service import Service
+from kvdock_server.service.store import store as store_chunks
 from kvdock_server.service.turns import in_turns
 from kvdock_server.steps import Steps
 
@@ -34,7 +38,7 @@ from kvdock_server.steps import Steps
 def register_namespace(
     core: Core, session: Session | None, request: pb.RegisterNamespaceRequest
 ) -> pb.RegisterNamespaceResponse:
-    created = core.register_namespace(namespace_from_proto(request.namespace))
+    created = core.index.register(namespace_from_proto(request.namespace))
     return pb.RegisterNamespaceResponse(epoch=core.epoch, created=created)
 
 
@@ -93,11 +97,9 @@ def reserve(
     with core.writing(outcomes) as writing:
         for outcome in outcomes:
             if isinstance(outcome, Slot):
-                location = types.Location(offset=outcome.offset, length=outcome.nbytes)
-                response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location)
+                response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location(outcome))
             else:
-                became = OF_RESERVE[outcome]
-                response.chunks.add(status=types.ChunkStatus.ValueType(became.value))
+                response.chunks.add(status=status_to_proto(OF_RESERVE[outcome]))
             yield
         response.reservation_id = core.open_reservation(session, writing)
     return response
@@ -107,7 +109,9 @@ def commit(
     core: Core, session: Session | None, request: pb.CommitRequest
 ) -> Steps[pb.CommitResponse]:
     session = check_session(session, Mode.SHARED)
-    sealed = yield from core.commit_in_steps(session, request.reservation_id, request.chunks)
+    sealed = yield from core.reservations.commit_in_steps(
+        session, request.reservation_id, request.chunks
+    )
     return pb.CommitResponse(
         epoch=core.epoch,
         statuses=[
@@ -118,7 +122,7 @@ def commit(
 
 def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> Steps[pb.AbortResponse]:
     session = check_session(session, Mode.SHARED)
-    aborted = yield from core.abort_in_steps(session, request.reservation_id)
+    aborted = yield from core.reservations.abort_in_steps(session, request.reservation_id)
     return pb.AbortResponse(epoch=core.epoch, aborted=aborted)
 
 
@@ -137,14 +141,16 @@ async def register_memory(
 async def store(
     service: Service, session: Session | None, request: pb.StoreRequest
 ) -> pb.StoreResponse:
-    became = await service.stores.store(session, store_call(service.core, request))
+    became = await store_chunks(
+        service.core, service.memory, session, store_call(service.core, request)
+    )
     return pb.StoreResponse(epoch=service.core.epoch, statuses=statuses(became))
 
 
 async def retrieve(
     service: Service, session: Session | None, request: pb.RetrieveRequest
 ) -> pb.RetrieveResponse:
-    chunks = await service.retrieves.retrieve(session, retrieve_call(request))
+    chunks = await retrieve_chunks(service.core, service.loads, session, retrieve_call(request))
     return await in_turns(retrieved(service.core, chunks))
 
 
@@ -166,7 +172,7 @@ _WAITING: dict[str, Callable[[Service, Session | None, Any], Awaitable[Any]]] = 
 
 
 async def answer(service: Service, session: Session | None, kind: str, request: Any) -> Any:
-    """The answer to a request of a kind; RequestError if there is no such verb."""
+    """The answer to a request of a kind; RequestError if ``kind`` names no verb."""
     if kind in _AT_ONCE:
         return _AT_ONCE[kind](service.core, session, request)
     if kind in _IN_STEPS:

@@ -15,11 +15,11 @@ EVENT_HANDLE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Which blocks, not before what, and until when.
+    """Which blocks to copy, what to wait for first, and when to give up.
 
     ``block_ids`` come chunk by chunk, without the first ``skip_blocks``. ``ready_event`` is the
-    handle of an event that must be done first, or empty. ``timeout_ms`` counts from when the call
-    came, ``deadline_ns`` is a time of CLOCK_MONOTONIC; 0: none.
+    handle of an event that must be done before the copy begins, or empty. ``timeout_ms`` counts
+    from the arrival of the call. ``deadline_ns`` is a time of CLOCK_MONOTONIC. 0 means no limit.
     """
 
     block_ids: Sequence[int] = ()
@@ -30,11 +30,14 @@ class BlockCopy:
 
     @property
     def names_blocks(self) -> bool:
-        """True if it says anything that only the server's own copy needs."""
+        """True if anything is set that only a copy by the server needs."""
         return bool(self.block_ids or self.skip_blocks or self.ready_event)
 
     def deadline(self, now: float) -> float:
-        """When it is given up; RequestError if ``deadline_ns`` cannot be of our clock."""
+        """When the copy is given up, in seconds of CLOCK_MONOTONIC like ``now``.
+
+        RequestError if ``deadline_ns`` cannot be of this host's clock.
+        """
         timeout = self.timeout_ms / 1000 if self.timeout_ms else float("inf")
         if not self.deadline_ns:
             return now + timeout
@@ -48,9 +51,9 @@ class BlockCopy:
         return now + ahead
 
     def blocks(self, layout: GroupMemory, chunks: int) -> I64:
-        """Block ids as (chunks, blocks a chunk), 0 for those to skip.
+        """Block ids in the shape (chunks, blocks a chunk), 0 for blocks to skip.
 
-        RequestError if they do not fit the group, or if the event is none.
+        RequestError if the ids do not fit the group, or if ``ready_event`` is no handle.
         """
         try:
             ids = layout.block_ids(self.block_ids, chunks, self.skip_blocks)

@@ -10,7 +10,7 @@ from kvdock_server.core import ReserveStatus
 
 
 class ChunkStatus(Enum):
-    """See ChunkStatus in types.proto, whose values these are."""
+    """ChunkStatus of types.proto, with its values."""
 
     STORED = 1
     RESERVED = 2

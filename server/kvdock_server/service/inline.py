@@ -1,4 +1,7 @@
-"""Bytes that come and go in messages, for clients that share no memory: Put and Get."""
+"""Put and Get, whose bytes travel in messages: for clients that share no memory with the server.
+
+Neither has a session.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from kvdock_server.tiers.host.pool import Pool
 class Put:
     """Shards of consecutive chunks whose bytes are coming.
 
-    ``statuses`` has RESERVED for the chunks whose bytes are wanted. A shard has ``shard_bytes``.
+    ``statuses`` has RESERVED for the chunks whose bytes are wanted. ``shard_bytes`` is the size of
+    each shard.
     """
 
     def __init__(
@@ -32,13 +36,14 @@ class Put:
 
     @property
     def unfinished(self) -> list[int]:
-        """The wanted chunks of which bytes are missing."""
+        """The wanted chunks that still miss bytes."""
         return list(self._writing.open)
 
     def write(self, chunk: int, data: bytes) -> ChunkStatus | None:
-        """The next bytes of a chunk, which are dropped if they are not wanted.
+        """Take the next bytes of a chunk, or drop them if they are not wanted.
 
-        What became of the chunk if they complete it, else None.
+        Returns what became of the chunk if ``data`` completes it, else None. RequestError if the
+        Put has no such chunk, or if the chunk gets too many bytes.
         """
         if not 0 <= chunk < len(self._received):
             raise invalid(f"chunk {chunk} of a Put of {len(self._received)} chunks")
@@ -59,35 +64,30 @@ class Put:
         return ChunkStatus.STORED if self._writing.seal(chunk) else ChunkStatus.FAILED
 
 
-class Inline:
-    """Puts and Gets, which have no session."""
+@asynccontextmanager
+async def put(
+    core: Core,
+    pool: Pool,
+    namespace: str,
+    group_idx: int | None,
+    shard: int,
+    parent_key: bytes,
+    keys: Sequence[bytes],
+    event_data: Sequence[bytes],
+) -> AsyncIterator[Put]:
+    """Take one shard of chunks of a prompt; the arguments are as in ``Core.reserve_in_steps``."""
+    outcomes = await in_turns(
+        core.reserve_in_steps(None, namespace, group_idx, shard, parent_key, keys, event_data)
+    )
+    with core.writing(outcomes) as writing:
+        yield Put(outcomes, writing, pool, core.shard_bytes(namespace, group_idx, shard))
 
-    def __init__(self, core: Core, pool: Pool) -> None:
-        self._core = core
-        self._pool = pool
 
-    @asynccontextmanager
-    async def put(
-        self,
-        namespace: str,
-        group_idx: int | None,
-        shard: int,
-        parent_key: bytes,
-        keys: Sequence[bytes],
-        event_data: Sequence[bytes],
-    ) -> AsyncIterator[Put]:
-        """Take one shard of chunks of a prompt, as in ``Core.reserve_in_steps``."""
-        outcomes = await in_turns(
-            self._core.reserve_in_steps(
-                None, namespace, group_idx, shard, parent_key, keys, event_data
-            )
-        )
-        with self._core.writing(outcomes) as writing:
-            nbytes = self._core.shard_bytes(namespace, group_idx, shard)
-            yield Put(outcomes, writing, self._pool, nbytes)
+def pieces(core: Core, pool: Pool, shard: LocatedShard, nbytes: int) -> Iterator[memoryview]:
+    """A shard's bytes, at most ``nbytes`` at a time.
 
-    def pieces(self, shard: LocatedShard, nbytes: int) -> Iterator[memoryview]:
-        """A shard's bytes, so many at a time. When all are taken, it counts as retrieved."""
-        for begin in range(0, shard.nbytes, nbytes):
-            yield self._pool.view(shard.offset + begin, min(nbytes, shard.nbytes - begin))
-        self._core.count_retrieved([shard])
+    When all pieces were taken, the shard counts as retrieved.
+    """
+    for begin in range(0, shard.nbytes, nbytes):
+        yield pool.view(shard.offset + begin, min(nbytes, shard.nbytes - begin))
+    core.count_retrieved([shard])

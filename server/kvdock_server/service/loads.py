@@ -1,7 +1,7 @@
-"""Retrieve in server mode: loads into one reader's device memory, or into several readers'.
+"""Retrieve in server mode: loads into the device memory of one reader, or of several.
 
-Until such a copy is over its memory stays put: the parts that are read are pinned besides the
-readers' locks.
+Until a copy is over, the parts that it reads stay where they are: they are pinned, besides being
+locked by the readers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.fills import Fill, Fills
 from kvdock_server.service.memory import RegisteredMemory
+from kvdock_server.steps import at_once
 from kvdock_server.transfer import (
     DeviceMemoryError,
     GroupMemory,
@@ -39,10 +40,7 @@ DEFAULT_ASK_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RetrieveCall:
-    """What a Retrieve asks for. An ``end_chunk`` of 0 in ``chunks``: to the end of what is locked.
-
-    ``also_fill`` and ``filled_by`` are readers, as in RetrieveRequest.
-    """
+    """What a Retrieve asks for. For ``also_fill`` and ``filled_by`` see RetrieveRequest."""
 
     chunks: LeaseRange
     shard: int
@@ -61,14 +59,20 @@ class DeviceLoads:
         self._fills = Fills()
 
     async def load(self, session: Session, call: RetrieveCall) -> Sequence[ChunkStatus]:
-        """Copy locked chunks to the reader's device, or tell what another's call did for it."""
+        """Copy locked chunks to the reader's device, or wait for another reader's call to do it.
+
+        Returns the status of each chunk.
+        """
         deadline = call.copy.deadline(self._core.clock())
         if call.filled_by is not None:
             await self._memory.wait_for(session, [call.filled_by], deadline)
             return await self._ask(session, call, call.filled_by, deadline)
         if call.also_fill:
             await self._memory.wait_for(session, call.also_fill, deadline)
-        locked = self._core.locate(session, call.chunks, shard=call.shard, reader=call.reader)
+        # At once: the locks must not be freed before ``_copy`` pins the parts.
+        locked = at_once(
+            self._core.locate_in_steps(session, call.chunks, shard=call.shard, reader=call.reader)
+        )
         named = self._named(session, call, locked)
         failed = [ChunkStatus.FAILED] * len(locked.shards)
         outcomes: dict[int, list[ChunkStatus]] = {}
@@ -76,8 +80,7 @@ class DeviceLoads:
             outcomes = await self._copy(session, call, locked, named, deadline)
         finally:
             for reader, fill in named.items():
-                statuses = outcomes.get(reader, failed)
-                self._fills.settle(session.engine_id, reader, locked.range, fill, statuses)
+                self._fills.settle(fill, outcomes.get(reader, failed))
         return outcomes[call.reader]
 
     async def _copy(
@@ -88,9 +91,9 @@ class DeviceLoads:
         named: Mapping[int, Fill],
         deadline: float,
     ) -> dict[int, list[ChunkStatus]]:
-        """Copy for the caller and the readers it names; the status of each chunk for each reader.
+        """Copy for the caller and the readers in ``named``; each reader's status of each chunk.
 
-        Frees the locks of all of them on the range, unless it raises a RequestError.
+        Frees all these readers' locks on the range, unless it raises a RequestError.
         """
         group_idx, shards = locked.range.group_idx, locked.located
         registration, layout = self._memory.of(session, locked.namespace, group_idx)
@@ -136,18 +139,18 @@ class DeviceLoads:
     async def _ask(
         self, session: Session, call: RetrieveCall, leader: int, deadline: float
     ) -> Sequence[ChunkStatus]:
-        """Wait for what another reader's call does for this one."""
+        """Wait for the leader's call to fill this reader; the status of each chunk."""
         chunks = call.chunks
         _check_asked(session, call)
         seconds = DEFAULT_ASK_SECONDS
         if math.isfinite(deadline):
             seconds = deadline - self._core.clock()
-        # FOREIGN_LEASE whatever else; a lease that ended is fine if the other call ended it.
+        # Raises FOREIGN_LEASE in any case. A lease that ended may have been ended by the leader.
         namespace = self._core.lease_namespace(session, chunks.lease_id)
         fill = self._fills.get(session, chunks)
         if fill is not None and fill.is_led:
             if fill.reader is not session:
-                self._fills.forget(session.engine_id, session.worker_id, chunks, fill)
+                self._fills.forget(fill)
                 raise _by_itself(call, "has left this reader to itself")
         elif not namespace:
             raise RequestError(
@@ -162,19 +165,12 @@ class DeviceLoads:
         try:
             statuses = await fill.ask(seconds)
         finally:
-            self._fills.forget(session.engine_id, session.worker_id, chunks, fill)
-            self._core.free_locks(
-                session,
-                [
-                    LockRange(
-                        chunks.lease_id,
-                        chunks.first_chunk,
-                        chunks.end_chunk,
-                        call.reader,
-                        chunks.group_idx,
-                    )
-                ],
+            self._fills.forget(fill)
+            locks = LockRange(
+                chunks.lease_id, chunks.first_chunk, chunks.end_chunk, call.reader, chunks.group_idx
             )
+            # At once: a call that is cancelled does not come back for the rest.
+            at_once(self._core.free_locks_in_steps(session, [locks]))
         failed = [ChunkStatus.FAILED] * (chunks.end_chunk - chunks.first_chunk)
         if statuses is None:
             logger.warning(
@@ -192,7 +188,7 @@ class DeviceLoads:
         return statuses
 
     def _named(self, session: Session, call: RetrieveCall, locked: LockedShards) -> dict[int, Fill]:
-        """The shares of the readers in also_fill; RequestError if the list is wrong."""
+        """The shares of the readers in also_fill, by reader; RequestError if the list is wrong."""
         named = call.also_fill
         if len(named) >= MAX_READERS:
             raise invalid(f"{len(named)} readers in also_fill: at most {MAX_READERS - 1}")
@@ -223,7 +219,7 @@ class DeviceLoads:
         locked: LockedShards,
         last_block: int,
     ) -> None:
-        """RequestError unless the readers can get the caller's blocks."""
+        """RequestError unless each reader's memory has all blocks up to the caller's last."""
         for reader, fill in named.items():
             if fill.reader is None:
                 continue

@@ -1,4 +1,4 @@
-"""Device memory that workers have registered, for the copies that the server makes."""
+"""Device memory that workers have registered for the server's copies."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvdock_server.transfer import (
 logger = logging.getLogger(__name__)
 
 SETTLED_SECONDS = 1.0
-"""When one worker of an engine has registered, the others mostly have so much later, too."""
+"""After one worker of an engine has registered, the others mostly register within this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedMemory:
-    """What a worker exports: its blocks, by group_idx, of one namespace."""
+    """What a worker exports: its blocks of one namespace. ``groups`` are by group_idx."""
 
     namespace: str
     groups: Mapping[int | None, GroupMemory]
@@ -66,16 +66,17 @@ class RegisteredMemory:
         self._transfers = transfers
         self._memory: dict[Session, WorkerMemory] = {}
         self._closing: dict[asyncio.Task[None], Session] = {}
-        """Of sessions whose memory copies may still touch."""
+        """Tasks that close a session's memory. Until one is done, copies may touch the memory."""
         self._answered: WeakSet[Session] = WeakSet()
         self._has_answered = asyncio.Condition()
 
     async def register(
         self, session: Session | None, wanted: Mode | None, exported: ExportedMemory | None
     ) -> ModeChoice:
-        """Open what a worker exports, or choose another way for its bytes, if none is ``wanted``.
+        """Open what a worker exports. If that fails and no mode is ``wanted``, choose SHARED.
 
-        In a wanted mode other than SERVER nothing is opened.
+        In a wanted mode other than SERVER nothing is opened. RequestError if the session is no
+        worker's, if what it exports is wrong, or if SERVER is wanted and the memory cannot be used.
         """
         try:
             return await self._register(session, wanted, exported)
@@ -86,10 +87,10 @@ class RegisteredMemory:
                     self._has_answered.notify_all()
 
     async def wait_for(self, session: Session, readers: Iterable[int], deadline: float) -> None:
-        """Wait a moment for readers of the same engine that have connected and not registered yet,
-        but for half of the time until ``deadline`` at most.
+        """Wait for readers of the same engine that have connected and not registered yet.
 
-        The workers of an engine register at about the same time, and load soon after.
+        Waits for SETTLED_SECONDS at most, and for half of the time until ``deadline`` at most. The
+        workers of an engine register at about the same time, and load soon after.
         """
         wanted = set(readers)
 
@@ -147,7 +148,7 @@ class RegisteredMemory:
         return ModeChoice(mode, reason)
 
     async def release(self, session: Session) -> None:
-        """End a session's copies and let go of its device memory."""
+        """End a session's copies and close its device memory."""
         memory = self._memory.pop(session, None)
         if memory is not None:
             closing = asyncio.create_task(memory.registration.close())
@@ -156,7 +157,7 @@ class RegisteredMemory:
             await asyncio.shield(closing)
 
     async def _release_earlier(self, session: Session) -> None:
-        """End the copies of sessions that the worker had before, and may have given up."""
+        """End the copies of the same worker's earlier sessions."""
 
         def is_earlier(other: Session) -> bool:
             return other is not session and (other.engine_id, other.worker_id) == (
@@ -197,7 +198,10 @@ class RegisteredMemory:
         return None
 
     def _expect_followers(self, session: Session) -> None:
-        """Open the ways from the reader likely to lead the others of its shard: the first."""
+        """Open the paths from the first reader of the session's shard to the others.
+
+        The first reader is the one that will likely lead the others' loads.
+        """
         if session not in self._memory:
             return
         registered = {
@@ -211,7 +215,7 @@ class RegisteredMemory:
             leader.expect_follower(follower)
 
     async def _open(self, session: Session, exported: ExportedMemory) -> WorkerMemory:
-        self._core.check_namespace(exported.namespace)
+        self._core.index.space(exported.namespace)  # raises if there is none
         for group_idx, layout in exported.groups.items():
             shard_bytes = self._core.shard_bytes(
                 exported.namespace, group_idx, session.kv_worker_id
@@ -225,7 +229,7 @@ class RegisteredMemory:
         return WorkerMemory(exported, registration)
 
     def _group(self, session: Session, namespace: str, group_idx: int | None) -> GroupMemory | None:
-        """How a session's memory for a group lies, None if none is registered and usable."""
+        """The layout of a session's memory for a group; None if none is registered and usable."""
         memory = self._memory.get(session)
         if memory is None or memory.exported.namespace != namespace:
             return None

@@ -7,38 +7,31 @@ from typing import NamedTuple
 from kvdock_server.core import Core, LocatedShard, Mode, Session, check_session
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.loads import DeviceLoads, RetrieveCall
-from kvdock_server.service.memory import RegisteredMemory
 from kvdock_server.service.turns import in_turns
 from kvdock_server.steps import Steps
 
 
 class RetrievedChunk(NamedTuple):
-    """What became of a chunk; ``shard`` tells a client that copies by itself where it lies."""
+    """What became of a chunk. ``shard`` tells a client that copies by itself where it lies."""
 
     status: ChunkStatus
     shard: LocatedShard | None = None
 
 
-class Retrieves:
-    """Retrieve, for all sessions."""
-
-    def __init__(self, core: Core, memory: RegisteredMemory) -> None:
-        self._core = core
-        self._loads = DeviceLoads(core, memory)
-
-    async def retrieve(self, session: Session | None, call: RetrieveCall) -> list[RetrievedChunk]:
-        """Deliver chunks, one answer each."""
-        if session is not None and session.mode is Mode.SERVER:
-            statuses = await self._loads.load(session, call)
-            return [RetrievedChunk(status) for status in statuses]
-        return await in_turns(locate(self._core, session, call))
+async def retrieve(
+    core: Core, loads: DeviceLoads, session: Session | None, call: RetrieveCall
+) -> list[RetrievedChunk]:
+    """Deliver chunks; one answer for each."""
+    if session is not None and session.mode is Mode.SERVER:
+        return [RetrievedChunk(status) for status in await loads.load(session, call)]
+    return await in_turns(locate(core, session, call))
 
 
 def locate(core: Core, session: Session | None, call: RetrieveCall) -> Steps[list[RetrievedChunk]]:
     """Where chunks lie, for a client that copies by itself."""
     if call.copy.names_blocks or call.also_fill or call.filled_by is not None:
-        # Perhaps of a session that was of server mode a moment ago: nobody would copy.
-        check_session(session, Mode.SERVER)
+        # The client expects a copy, perhaps since its session was of server mode a moment ago.
+        check_session(session, Mode.SERVER)  # raises
     locked = yield from core.locate_in_steps(
         session, call.chunks, shard=call.shard, reader=call.reader
     )

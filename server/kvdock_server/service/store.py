@@ -1,6 +1,6 @@
 """Store in server mode: out of a worker's device memory into the pool.
 
-Until such a copy is over its slots stay put: they are aborted or sealed only then.
+The slots of a copy are sealed or aborted only when the copy is over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """What a Store asks for. ``event_data`` is as in ``Core.reserve_in_steps``."""
+    """What a Store asks for. ``event_data``: see ``Core.reserve_in_steps``."""
 
     namespace: str
     group_idx: int | None
@@ -31,53 +31,48 @@ class StoreCall:
     event_data: Sequence[bytes] = ()
 
 
-class DeviceStores:
-    """Store, for all sessions."""
-
-    def __init__(self, core: Core, memory: RegisteredMemory) -> None:
-        self._core = core
-        self._memory = memory
-
-    async def store(self, session: Session | None, call: StoreCall) -> list[ChunkStatus]:
-        """Copy chunks out of the session's device memory; what became of each."""
-        session = check_session(session, Mode.SERVER)
-        group = self._memory.of(session, call.namespace, call.group_idx)
-        blocks = call.copy.blocks(group.layout, len(call.keys))
-        deadline = call.copy.deadline(self._core.clock())
-        outcomes = await in_turns(
-            self._core.reserve_in_steps(
-                session,
-                call.namespace,
-                call.group_idx,
-                session.kv_worker_id,
-                call.parent_key,
-                call.keys,
-                call.event_data,
-            )
+async def store(
+    core: Core, memory: RegisteredMemory, session: Session | None, call: StoreCall
+) -> list[ChunkStatus]:
+    """Copy chunks out of the session's device memory; what became of each."""
+    session = check_session(session, Mode.SERVER)
+    group = memory.of(session, call.namespace, call.group_idx)
+    blocks = call.copy.blocks(group.layout, len(call.keys))
+    deadline = call.copy.deadline(core.clock())
+    outcomes = await in_turns(
+        core.reserve_in_steps(
+            session,
+            call.namespace,
+            call.group_idx,
+            session.kv_worker_id,
+            call.parent_key,
+            call.keys,
+            call.event_data,
         )
-        statuses = [
-            ChunkStatus.FAILED if isinstance(outcome, Slot) else OF_RESERVE[outcome]
-            for outcome in outcomes
-        ]
-        with self._core.writing(outcomes) as writing:
-            chunks = list(writing.open)
-            if not chunks:
-                return statuses
-            try:
-                await group.registration.store(
-                    call.group_idx,
-                    blocks[chunks].ravel(),
-                    [slot.offset for slot in writing.open.values()],
-                    call.copy.ready_event,
-                    deadline - self._core.clock(),
-                )
-                # This process may have stood still meanwhile, and the worker not.
-                if self._core.clock() >= deadline:
-                    raise TransferFailedError("the copy ended after the deadline")
-            except (TransferFailedError, DeviceMemoryError) as error:
-                logger.warning("a store of %d chunks failed: %s", len(chunks), error)
-                return statuses
-            self._core.counters.device_to_host_bytes += len(chunks) * group.layout.chunk_bytes
-            for chunk in await in_turns(writing.seal_all()):
-                statuses[chunk] = ChunkStatus.STORED
-        return statuses
+    )
+    statuses = [
+        ChunkStatus.FAILED if isinstance(outcome, Slot) else OF_RESERVE[outcome]
+        for outcome in outcomes
+    ]
+    with core.writing(outcomes) as writing:
+        chunks = list(writing.open)
+        if not chunks:
+            return statuses
+        try:
+            await group.registration.store(
+                call.group_idx,
+                blocks[chunks].ravel(),
+                [slot.offset for slot in writing.open.values()],
+                call.copy.ready_event,
+                deadline - core.clock(),
+            )
+            # This process may have stood still, while the worker went on and reused its blocks.
+            if core.clock() >= deadline:
+                raise TransferFailedError("the copy ended after the deadline")
+        except (TransferFailedError, DeviceMemoryError) as error:
+            logger.warning("a store of %d chunks failed: %s", len(chunks), error)
+            return statuses
+        core.counters.device_to_host_bytes += len(chunks) * group.layout.chunk_bytes
+        for chunk in await in_turns(writing.seal_all()):
+            statuses[chunk] = ChunkStatus.STORED
+    return statuses

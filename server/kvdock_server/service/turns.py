@@ -1,4 +1,4 @@
-"""Carrying out work in steps on the event loop."""
+"""Carries out work in steps on the event loop."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvdock_server.steps import Steps
 
 T = TypeVar("T")
 
-# An answer takes some rounds of the loop: whoever asks meanwhile waits for as many of these.
+# A call that comes meanwhile takes some rounds of the loop, and waits for one turn in each.
 _TURN_SECONDS: Final = 0.002
 
 
 async def in_turns(steps: Steps[T]) -> T:
-    """Carry out steps, and let the loop serve others every two milliseconds; their result.
+    """Carry out steps, and let the loop serve others every two milliseconds; the steps' result.
 
-    Cancelled, it ends them where they are, and they undo what they have to.
+    If the caller is cancelled, the steps are closed where they are, and undo what they have to.
     """
     try:
         while True:
