@@ -1,4 +1,4 @@
-"""What vLLM's configuration says of ranks."""
+"""The ranks of an engine, read from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def parallel_strategy(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_worker: bool
 ) -> ParallelStrategy:
-    """The strategy of this process. ``is_worker`` False stands for the scheduler.
+    """Returns the strategy of this process, which is a worker or the scheduler.
 
     Raises ValueError for a combination that is not supported.
     """
@@ -27,8 +27,9 @@ def parallel_strategy(
         prefill_context_size=getattr(parallel, "prefill_context_parallel_size", 1),
         decode_context_size=getattr(parallel, "decode_context_parallel_size", 1),
         data_size=getattr(parallel, "data_parallel_size", 1),
-        # Only workers know their rank. Some launchers count it over all data-parallel engines,
-        # which come first in vLLM's order of ranks.
+        # Only workers know their rank. Some launchers count it over all data-parallel engines. Data
+        # parallelism comes first in vLLM's order of ranks, so the remainder is the rank in the
+        # engine.
         worker_id=parallel.rank % parallel.world_size if is_worker else 0,
     )
     if strategy.world_size != parallel.world_size:
@@ -41,13 +42,13 @@ def parallel_strategy(
 
 
 def _shared_by_tensor_ranks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether all layers are of MLA. One layer that is not makes every rank's bytes its own."""
+    """Whether the ranks of a tensor-parallel group all hold the same bytes: all layers are of MLA."""
     from vllm.v1 import kv_cache_interface
 
     mla: tuple[type, ...] = tuple(
         getattr(kv_cache_interface, name)
         for name in ("MLAAttentionSpec", "SlidingWindowMLASpec")
-        # The second is not in every version, and no subclass of the first.
+        # Some versions lack the second, which is no subclass of the first.
         if hasattr(kv_cache_interface, name)
     )
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in group_specs(group)]
