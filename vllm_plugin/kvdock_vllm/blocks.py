@@ -1,4 +1,4 @@
-"""Which blocks each request has, and which blocks a step writes to, from vLLM's scheduler output."""
+"""Which blocks a request has and which a step writes to, as vLLM's scheduler tells it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def follow_blocks(
 
 
 def blocks_written(shapes: Sequence[GroupShape], output: SchedulerOutput) -> Iterator[int]:
-    """Yields the blocks that a step gives out, except those whose tokens are computed."""
+    """The blocks that a step gives out, except those whose tokens are computed."""
     for new in output.scheduled_new_reqs:
         yield from _from_token(shapes, new.num_computed_tokens, new.block_ids)
     cached = output.scheduled_cached_reqs

@@ -136,4 +136,4 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, object], Any]]] = {
     "mla_on_cpu": ("mla_on_cpu", _switch),
     "events": ("events", _switch),
 }
-"""For each key, without its prefix: the field of :class:`Config`, and the function that reads it."""
+"""For each key, without prefix: the field of :class:`Config`, and the function that reads it."""

@@ -16,14 +16,14 @@ class UnsupportedModelError(ValueError):
 
 
 def group_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
-    """Returns the specs of a group's layers, or one spec if all layers have the same."""
+    """The specs of a group's layers, or one spec if all layers have the same."""
     spec: Any = group.kv_cache_spec
     per_layer = getattr(spec, "kv_cache_specs", None)
     return list(per_layer.values()) if per_layer else [spec]
 
 
 def group_shapes(kv_cache_config: KVCacheConfig, model: str) -> tuple[GroupShape, ...]:
-    """Returns the shapes of a model's groups. ``model`` is its name, for errors.
+    """The shapes of a model's groups. ``model`` is its name, for errors.
 
     Raises UnsupportedModelError if what must be cached of a prefix is not simply the blocks that
     its tokens fill.
@@ -62,7 +62,7 @@ def _shape(group: KVCacheGroupSpec, group_idx: int | None) -> GroupShape:
 
 
 def _kind_and_window(spec: KVCacheSpec) -> tuple[GroupKind, int]:
-    """Returns how much of the past a layer needs. Raises UnsupportedModelError."""
+    """How much of the past a layer needs. Raises UnsupportedModelError."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     anything: Any = spec

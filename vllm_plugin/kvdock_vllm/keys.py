@@ -58,7 +58,7 @@ class ScopeReader:
         self._began = time.time()
 
     def scope(self, request: Request, chunk_tokens: int) -> CacheScope:
-        """Returns the scope of ``request`` for chunks of ``chunk_tokens`` tokens."""
+        """The scope of ``request`` for chunks of ``chunk_tokens`` tokens."""
         if request.pooling_params is not None or getattr(request, "resumable", False):
             # Pooling parameters may change what the model sees. Later input may replace tokens of a
             # resumable request.
@@ -86,8 +86,8 @@ class ScopeReader:
         return CacheScope(tuple(extras), limit)
 
     def _adapter(self, lora: LoRARequest) -> LoRA | None:
-        """Returns what keys say of an adapter. None if it is uncertain which weights run or ran
-        under its name.
+        """What keys say of an adapter. None if it is uncertain which weights run or ran under its
+        name.
 
         Nothing tells when the engine loads an adapter: at its start, by a call, or with a request.
         So two cases are certain: files that have not changed since the engine's start, and files
@@ -111,7 +111,7 @@ class ScopeReader:
         return key
 
     def _read_adapter(self, lora: LoRARequest, loads_now: bool) -> tuple[LoRA | None, str]:
-        """Returns the identity of the files as they are now, or None and why they are not certain."""
+        """The identity of the adapter's files now; or None, and why they are not certain."""
         folder = local_folder(lora.lora_path)
         if folder is None:
             return None, f"{lora.lora_path} is no folder of this host"
@@ -133,7 +133,7 @@ def _items_are_named_by_content(vllm_config: VllmConfig) -> bool:
 
 
 def _embeds(request: Request, chunk_tokens: int, dtype: torch.dtype) -> Iterator[PromptEmbeds]:
-    """Yields the runs of positions that are embeddings, cut where chunks end."""
+    """The runs of positions that are embeddings, cut where chunks end."""
     import torch
 
     embeds: Any = request.prompt_embeds

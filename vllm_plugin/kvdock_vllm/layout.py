@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def group_layout(
     group: KVCacheGroupSpec, kv_caches: Mapping[str, torch.Tensor], num_blocks: int
 ) -> GroupLayout:
-    """Returns the regions of all layers of a group, in the group's order of layers.
+    """The regions of all layers of a group, in the group's order of layers.
 
     ``kv_caches`` are vLLM's tensors by layer name. Layers that share their memory count once.
     Raises UnsupportedLayoutError if a tensor does not hold what its layer's spec says.
@@ -48,7 +48,7 @@ def group_layout(
 def layers_of_blocks(
     tensor: torch.Tensor, attn_backend: Any, kv_cache_config: KVCacheConfig
 ) -> dict[str, torch.Tensor]:
-    """Returns each layer's own view of a tensor in which each block holds all layers.
+    """Each layer's own view of a tensor in which each block holds all layers.
 
     ``attn_backend`` is vLLM's class, which knows the order of the tensor's dimensions. Raises
     UnsupportedLayoutError if the tensor does not have as many layers as the model.

@@ -67,16 +67,14 @@ class Lookups:
             )
 
     def current(self, record: Record) -> Lookup | None:
-        """Returns the request's lookup. If the session has changed, the server is asked anew."""
+        """The request's lookup. If the session has changed, the server is asked anew."""
         if record.lookup is None or record.lookup.live is not self._link.usable:
             record.forget_lookup()
             self.ask(record)
         return record.lookup
 
     def hit_tokens(self, lookup: Lookup, num_computed_tokens: int) -> int | None:
-        """Returns the length of the hit in tokens from the prompt's first on. None: not answered
-        yet.
-        """
+        """The length of the hit in tokens from the prompt's first on. None: not answered yet."""
         # If the engine has computed all that a lookup could find, the answer is not waited for.
         is_wanted = lookup.most_tokens > num_computed_tokens
         self._poll(lookup, self._idle_seconds if is_wanted else 0.0)

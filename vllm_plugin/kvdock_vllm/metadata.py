@@ -54,7 +54,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """In a worker's first report. vLLM's earlier handshake reaches only one connector."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Returns one report of both."""
+        """One report of both."""
         assert isinstance(other, WorkerReport)
         stores = dict(self.stores)
         for job_id, theirs in other.stores.items():

@@ -36,7 +36,7 @@ MODES: Final = ("server", "shared")
 
 
 def workers_gauge(mode: str) -> str:
-    """Returns the name of the gauge that counts workers in a mode. It is told changes: 1 or -1."""
+    """The name of the gauge that counts workers in a mode. It is told changes: 1 or -1."""
     return f"{mode}_mode_workers"
 
 
@@ -60,7 +60,7 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Returns what vLLM logs: counts, and rates of loads and stores."""
+        """What vLLM logs: counts, and rates of loads and stores."""
         shown: dict[str, int | float] = {
             counter: amount
             for counter, amount in self.data.items()
@@ -77,7 +77,7 @@ class Stats(KVConnectorStats):
         return not self.data
 
     def take(self) -> Stats | None:
-        """Returns the counts since the last call, or None if there are none."""
+        """The counts since the last call, or None if there are none."""
         if self.is_empty():
             return None
         taken = Stats(data=self.data)

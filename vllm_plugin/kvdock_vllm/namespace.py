@@ -48,7 +48,7 @@ def derive_namespace(
     workers: Mapping[int, WorkerDescription],
     chunk_tokens: int,
 ) -> Namespace:
-    """Returns the namespace of this engine's KV for chunks of ``chunk_tokens`` tokens.
+    """The namespace of this engine's KV for chunks of ``chunk_tokens`` tokens.
 
     ``model`` are the model's facts (:func:`model_facts`) at the time when it was loaded: its files
     may be replaced while it runs. ``workers`` has a description of each worker of the engine, by
@@ -98,7 +98,7 @@ def derive_namespace(
 def _shards(
     strategy: ParallelStrategy, workers: Mapping[int, WorkerDescription]
 ) -> list[tuple[GroupPages, ...]]:
-    """Returns what each shard consists of, by kv_worker_id."""
+    """What each shard consists of, by kv_worker_id."""
     shards: list[tuple[GroupPages, ...]] = []
     for kv_worker_id in range(strategy.kv_world_size):
         first = kv_worker_id * strategy.readers_per_shard
@@ -115,13 +115,13 @@ def _shards(
 def _shard_bytes(
     shape: GroupShape, shards: Sequence[GroupPages], chunk_tokens: int
 ) -> tuple[int, ...]:
-    """Returns the bytes of each shard of a part, or one number if all are equal."""
+    """The bytes of each shard of a part, or one number if all are equal."""
     sizes = tuple(shard.block_bytes * shape.part_blocks(chunk_tokens) for shard in shards)
     return sizes[:1] if len(set(sizes)) == 1 else sizes
 
 
 def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Returns the facts of the model on which a token's KV depends."""
+    """The facts of the model on which a token's KV depends."""
     model: Any = vllm_config.model_config
     load: Any = vllm_config.load_config
     hf_config: Any = model.hf_config
@@ -159,16 +159,14 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def kv_dtype(vllm_config: VllmConfig) -> str:
-    """Returns the type of the KV cache's elements. "auto" stands for the model's."""
+    """The type of the KV cache's elements. "auto" stands for the model's."""
     wanted = str(vllm_config.cache_config.cache_dtype)
     resolved = str(vllm_config.model_config.dtype) if wanted == "auto" else wanted
     return resolved.removeprefix("torch.")
 
 
 def _packing(vllm_config: VllmConfig) -> list[str]:
-    """Returns what decides how CPU kernels pack a page: vLLM's version and the machine's
-    instructions.
-    """
+    """What decides how CPU kernels pack a page: vLLM's version and the machine's instructions."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

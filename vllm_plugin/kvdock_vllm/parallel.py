@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def parallel_strategy(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_worker: bool
 ) -> ParallelStrategy:
-    """Returns the strategy of this process, which is a worker or the scheduler.
+    """The strategy of this process, which is a worker or the scheduler.
 
     Raises ValueError for a combination that is not supported.
     """
@@ -42,7 +42,7 @@ def parallel_strategy(
 
 
 def _shared_by_tensor_ranks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the ranks of a tensor-parallel group all hold the same bytes: all layers are of MLA."""
+    """Whether all layers are of MLA. One other layer makes every rank hold bytes of its own."""
     from vllm.v1 import kv_cache_interface
 
     mla: tuple[type, ...] = tuple(

@@ -26,7 +26,7 @@ class Records(dict[str, Record]):
         self._extras: WeakValueDictionary[str, ExtraTokens] = WeakValueDictionary()
 
     def of(self, request: Request) -> Record:
-        """Returns the request's record, and makes one if there is none."""
+        """The request's record, and makes one if there is none."""
         record = self.get(request.request_id)
         if record is None:
             tables: list[list[int]] = [[] for _ in range(self._num_groups)]
@@ -36,7 +36,7 @@ class Records(dict[str, Record]):
 
 
 def _prompt_id(request_id: str) -> str:
-    """Returns the part of a request_id that all samples of a prompt share. vLLM puts the number of
-    the sample before it (``ParentRequest.get_child_info``).
+    """The part of a request_id that all samples of a prompt share. vLLM puts the number of the
+    sample before it (``ParentRequest.get_child_info``).
     """
     return _SAMPLE_NUMBER.sub("", request_id)

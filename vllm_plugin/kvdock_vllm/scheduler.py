@@ -84,7 +84,7 @@ class SchedulerHalf:
         if self._does_nothing:
             warn_of_no_hits(vllm_config)
         self._relay = (
-            Relay.of_engine(vllm_config, kv_cache_config, config.address)
+            Relay(vllm_config, kv_cache_config, config.address)
             if config.events and publishes_events(vllm_config)
             else None
         )
@@ -132,7 +132,7 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Returns how many tokens can be loaded beyond the computed ones, and whether the load is
+        """How many tokens can be loaded beyond the computed ones, and whether the load is
         asynchronous. The number is None while the lookup is not answered.
         """
         record = self._records.of(request)
@@ -201,7 +201,7 @@ class SchedulerHalf:
         return metadata
 
     def _plan_stores(self, scheduler_output: SchedulerOutput) -> list[StoreSpec]:
-        """Returns stores of the chunks that become complete in this step."""
+        """Stores of the chunks that become complete in this step."""
         specs: list[StoreSpec] = []
         live = self._link.usable
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
@@ -262,7 +262,7 @@ class SchedulerHalf:
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether vLLM must keep the blocks until the workers report the request, and the
+        """Whether vLLM must keep the blocks until the workers report the request, and the
         kv_transfer_params of the response. ``block_ids`` has the request's blocks for each group.
         """
         record = self._records.pop(request.request_id, None)
@@ -333,7 +333,7 @@ class SchedulerHalf:
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Returns the events of the server's cache that are due."""
+        """The events of the server's cache that are due."""
         return self._relay.take() if self._relay is not None else []
 
     def take_stats(self) -> Stats | None:
@@ -384,7 +384,7 @@ def _ended_by_itself(request: Request) -> bool:
 
 
 def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any] | None:
-    """Returns the number of tokens that came from KVDock, under the keys that asked for it."""
+    """The number of tokens that came from KVDock, under the keys that asked for it."""
     asked = request.kv_transfer_params
     if not isinstance(asked, Mapping):
         return None

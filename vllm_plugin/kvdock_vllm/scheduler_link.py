@@ -32,7 +32,7 @@ _RESET_SECONDS = 5.0
 
 
 class SchedulerLink:
-    """Used by the scheduler's thread. Only :meth:`_prepare_session` runs on the link's own thread."""
+    """Used by the scheduler's thread, except for :meth:`_prepare_session`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class SchedulerLink:
 
     @property
     def usable(self) -> Live[Target] | None:
-        """The open session, or None. None too while a reset waits for stores that began before it."""
+        """The open session. None too while stores from before a reset are under way."""
         return None if self.resets.await_stores else self.current
 
     @property
@@ -104,7 +104,7 @@ class SchedulerLink:
         return self.current not in (None, self._announced)
 
     def take_news(self) -> Target | None:
-        """Returns the target of a new session, once."""
+        """The target of a new session, once."""
         live = self.current
         if live is None or live is self._announced:
             return None

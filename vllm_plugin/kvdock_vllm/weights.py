@@ -47,8 +47,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def checkpoint(model: ModelConfig, load: LoadConfig) -> list[str]:
-    """Returns the identity of a model's weights: a repository and commit, or the files of a local
-    folder.
+    """The identity of a model's weights: a repository and commit, or the files of a local folder.
 
     Weights can be unknown: made up, streamed from elsewhere, in files of an unknown kind, or of an
     unknown commit. Then the identity is this engine's alone (:func:`of_this_engine`).
@@ -70,7 +69,7 @@ def checkpoint(model: ModelConfig, load: LoadConfig) -> list[str]:
 
 
 def of_this_engine() -> list[str]:
-    """Returns an identity that nothing else has. It differs with each call."""
+    """An identity that nothing else has. It differs with each call."""
     return ["of this engine", secrets.token_hex(16)]
 
 
@@ -85,8 +84,8 @@ def _why_unknown(path: Path, model: Any, load: LoadConfig) -> str | None:
 
 
 def _commit_of(model: ModelConfig, load: LoadConfig) -> str | None:
-    """Returns the commit of a repository's weights, or None if nothing tells it. It is the revision
-    asked for, the commit of the configuration, or the commit of the hub's local copy.
+    """The commit of a repository's weights, or None if nothing tells it. It is the revision asked
+    for, the commit of the configuration, or the commit of the hub's local copy.
     """
     from vllm import envs
 
@@ -95,9 +94,9 @@ def _commit_of(model: ModelConfig, load: LoadConfig) -> str | None:
     if revision and _COMMIT.fullmatch(revision):
         return str(revision)
     # With ``hf_config_path`` the configuration is of another repository.
-    if not getattr(anything, "hf_config_path", None):
-        if commit := getattr(anything.hf_config, "_commit_hash", None):
-            return str(commit)
+    commit = getattr(anything.hf_config, "_commit_hash", None)
+    if commit and not getattr(anything, "hf_config_path", None):
+        return str(commit)
     if envs.VLLM_USE_MODELSCOPE:
         return None  # ModelScope may have another repository of the same name
     # The name of a GGUF repository is followed by a file or a quantization.
@@ -107,9 +106,9 @@ def _commit_of(model: ModelConfig, load: LoadConfig) -> str | None:
 
 
 def local_folder(path: str) -> Path | None:
-    """Returns the folder where vLLM finds an adapter (vllm/lora/utils.py), or None if it is not on
-    this host. ``path`` is a folder, perhaps under ~, or a repository in the local copy of Hugging
-    Face's hub.
+    """The folder where vLLM finds an adapter (vllm/lora/utils.py), or None if it is not on this
+    host. ``path`` is a folder, perhaps under ~, or a repository in the local copy of Hugging Face's
+    hub.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -120,9 +119,7 @@ def local_folder(path: str) -> Path | None:
 def _hub_folder(
     repository: str, revision: str | None = None, cache: str | None = None
 ) -> Path | None:
-    """Returns a repository's folder in the hub's local copy, named after the commit; None if it has
-    none.
-    """
+    """A repository's folder in the hub's local copy, named after the commit; None if it has none."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -135,8 +132,7 @@ def _hub_folder(
 
 
 def files_digest(path: Path) -> str:
-    """Returns the identity of a checkpoint's or adapter's files, independent of what ``path`` is
-    called.
+    """The identity of a checkpoint's or adapter's files, independent of what ``path`` is called.
 
     It commits to the files' names in their folder, their sizes and times of change: a file that is
     written anew gets another identity. It also commits to samples of their bytes, since images and
@@ -161,8 +157,8 @@ def files_digest(path: Path) -> str:
 
 
 def _samples(files: Sequence[tuple[Path, int]]) -> Iterator[bytes]:
-    """Yields bytes of the files, whose sizes are given. Files of the same sizes are read at the
-    same places.
+    """Bytes of the files, whose sizes are given. Files of the same sizes are read at the same
+    places.
 
     Two checkpoints of which a twentieth differs have equal samples in two cases of a million.
     """
@@ -179,8 +175,8 @@ def _samples(files: Sequence[tuple[Path, int]]) -> Iterator[bytes]:
 
 
 def last_change(path: Path) -> float:
-    """Returns the time of the latest change, in seconds since 1970: of the folder, of a file in it,
-    or of a link on the way to it.
+    """The time of the latest change, in seconds since 1970: of the folder, of a file in it, or of a
+    link on the way to it.
     """
     found = [file.stat() for file in (path, *path.iterdir())]
     found += [link.lstat() for link in _links(path.absolute())]
@@ -192,7 +188,7 @@ def last_change(path: Path) -> float:
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """Yields the symbolic links on the way to a path."""
+    """The symbolic links on the way to a path."""
     for part in (path, *path.parents):
         if part.is_symlink():
             yield part
@@ -200,5 +196,5 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 def canonical(value: object) -> bytes:
-    """Returns the same bytes for equal values, in every process."""
+    """The same bytes for equal values, in every process."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

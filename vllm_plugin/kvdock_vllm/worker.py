@@ -148,9 +148,9 @@ class WorkerHalf:
         self._stores.begin()
 
     def get_finished(self, metadata: StepMetadata | None) -> tuple[set[str], set[str]]:
-        """Returns requests whose stores have ended (of those whose blocks vLLM holds) and requests
-        whose loads have ended, each once. :meth:`take_failed_blocks` and :meth:`take_failed_loads`
-        must follow in the same step.
+        """Requests whose stores have ended (of those whose blocks vLLM holds) and requests whose
+        loads have ended, each once. :meth:`take_failed_blocks` and :meth:`take_failed_loads` must
+        follow in the same step.
         """
         idle = metadata is not None and not metadata.has_forward
         if idle:
@@ -170,21 +170,19 @@ class WorkerHalf:
         return self._stores.take_read(), loaded
 
     def take_failed_blocks(self) -> set[int]:
-        """Returns blocks that a load did not fill, since the last call. Only for models of one
-        group: of several, each may have a block of that id.
+        """Blocks that a load did not fill, since the last call. Only for models of one group: of
+        several, each may have a block of that id.
         """
         failed, self._outcomes.failed_blocks = self._outcomes.failed_blocks, set()
         return failed
 
     def take_failed_loads(self) -> set[str]:
-        """Returns requests whose load failed as a whole, since the last call."""
+        """Requests whose load failed as a whole, since the last call."""
         failed, self._outcomes.failed_loads = self._outcomes.failed_loads, set()
         return failed
 
     def take_report(self) -> WorkerReport | None:
-        """Returns what became of stores since the last call. The first report also describes the
-        worker.
-        """
+        """What became of stores since the last call. The first report also describes the worker."""
         report = WorkerReport(self._outcomes.stores)
         if not self._has_told_description and self.description is not None:
             self._has_told_description = True
@@ -217,7 +215,7 @@ def _choose_transfers(
     wanted: TransferMode,
     count_workers: CountWorkers,
 ) -> Transfers:
-    """Returns how these tensors are copied. Raises ValueError if they cannot be."""
+    """How these tensors are copied. Raises ValueError if they cannot be."""
     devices = {tensor.device for tensor in kv_caches.values()}
     kinds = {device.type for device in devices}
     if kinds == {"cpu"}:
