@@ -119,7 +119,7 @@ def local_folder(path: str) -> Path | None:
 def _hub_folder(
     repository: str, revision: str | None = None, cache: str | None = None
 ) -> Path | None:
-    """A repository's folder in the hub's local copy, named after the commit; None if it has none."""
+    """A repository's folder in the hub's local copy, named after the commit; None if absent."""
     from huggingface_hub import snapshot_download
 
     try:

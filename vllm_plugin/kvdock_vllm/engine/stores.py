@@ -131,7 +131,7 @@ class Stores:
         target: Target,
         held_from: int,
     ) -> GroupStore | None:
-        """One group's parts of chunks [first, end), as far as their blocks are still the request's."""
+        """One group's parts of chunks [first, end) whose blocks are still the request's."""
         shape, table = self._shapes[position], record.tables[position]
         first_held = shape.first_needed_block(held_from)
         parts = [shape.part(chunk, target.chunk_tokens) for chunk in range(first, end)]
