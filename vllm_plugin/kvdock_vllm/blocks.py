@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 def follow_blocks(
     records: Mapping[str, Record], output: SchedulerOutput, loading: Collection[str]
 ) -> None:
-    """Updates the tables of requests by what a step gives and takes. ``loading`` are the requests
-    that are loading.
-    """
+    """Updates requests' tables by what a step gives and takes. ``loading`` are loading requests."""
     for request_id in output.preempted_req_ids or ():
         record = records.get(request_id)
         if record is not None:

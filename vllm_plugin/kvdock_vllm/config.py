@@ -52,8 +52,7 @@ class Config:
     mla_on_cpu: bool = False
     """``kvdock.mla_on_cpu``: use hits although they change what an MLA model on a CPU answers."""
     events: bool = True
-    """``kvdock.events``: publish events of KVDock's cache too, if the engine publishes KV
-    events."""
+    """``kvdock.events``: publish events of KVDock's cache, if the engine publishes KV events."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Config:

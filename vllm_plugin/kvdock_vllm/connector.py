@@ -126,9 +126,7 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Asks vLLM's V1 runner, up to 0.26, for blocks that hold all layers: one piece copies
-        fastest.
-        """
+        """Asks vLLM's V1 runner, up to 0.26, for blocks of all layers: one piece copies fastest."""
         return _on_cuda()
 
     def register_cross_layers_kv_cache(
@@ -253,9 +251,8 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @_never_raises(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Keeps an idle engine stepping while its workers have not heard of a new session, or
-        store. An engine that is put to sleep gives its cache's memory back, so stores must have
-        ended.
+        """Keeps an idle engine stepping until its workers have heard of a new session, and until no
+        store is under way: an engine that sleeps gives its cache's memory back.
         """
         return self._of_scheduler.has_work_for_workers
 

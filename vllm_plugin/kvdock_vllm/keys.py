@@ -47,9 +47,7 @@ class _Adapter:
 
 
 class ScopeReader:
-    """Reads the scope of requests. An engine has one, which remembers the adapters that were
-    loaded.
-    """
+    """Reads the scope of requests. One per engine, since it remembers loaded adapters."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._model_dtype: Any = vllm_config.model_config.dtype

@@ -94,9 +94,7 @@ class Lookups:
             lookup.close()
 
     def _poll(self, lookup: Lookup, seconds: float = 0.0) -> None:
-        """Looks for an answer and waits for it at most ``seconds``, which the step's idle wait
-        pays.
-        """
+        """Looks for an answer. Waits for it at most ``seconds`` of the step's idle wait."""
         began = time.monotonic()
         if lookup.poll(seconds):
             self._count(lookup)

@@ -23,8 +23,8 @@ class WorkerDescription(KVConnectorHandshakeMetadata):
     worker_id: int
     groups: tuple[GroupPages, ...]
     use_mla: bool
-    """As in the worker's ``ParallelStrategy``. The scheduler cannot tell: vLLM shows it only the
-    first layer of each group."""
+    """The worker's ``ParallelStrategy.use_mla``. The scheduler sees only each group's first
+    layer."""
 
 
 @dataclass

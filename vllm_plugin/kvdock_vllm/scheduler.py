@@ -283,9 +283,7 @@ class SchedulerHalf:
         return True, answer
 
     def _plan_last_store(self, record: Record, block_ids: Sequence[Sequence[int]]) -> None:
-        """Stores what the last step of a finished request completed. The last token itself was
-        never computed.
-        """
+        """Stores what the last step completed. The last token itself was never computed."""
         live = self._link.usable
         if live is None:
             return
@@ -377,9 +375,7 @@ def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConf
 
 
 def _ended_by_itself(request: Request) -> bool:
-    """Whether a request was not aborted. The count of computed tokens of an aborted one may be too
-    high.
-    """
+    """Whether a request was not aborted: of an aborted one too many tokens may count as computed."""
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 

@@ -42,9 +42,7 @@ class SchedulerLink:
         config: Config,
         relay: Relay | None,
     ) -> None:
-        """Does not connect yet: see :meth:`describe_workers`. ``relay`` follows events, if any are
-        published.
-        """
+        """Does not connect yet: see :meth:`describe_workers`. ``relay`` is None without KV events."""
         transfer: Any = vllm_config.kv_transfer_config
         self._vllm_config = vllm_config
         self._strategy = strategy
@@ -90,7 +88,6 @@ class SchedulerLink:
 
     @property
     def current(self) -> Live[Target] | None:
-        """The open session, or None."""
         return self._link.current
 
     @property
@@ -126,9 +123,7 @@ class SchedulerLink:
             )
 
     def note_end(self, job_id: int) -> None:
-        """Notes that a store has ended. The last one from before a reset has the namespace cleared
-        again.
-        """
+        """Notes the end of a store. The last one from before a reset is followed by another clear."""
         if self.resets.note_end(job_id):
             self._link.renew(0)
 

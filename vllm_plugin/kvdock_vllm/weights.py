@@ -106,9 +106,8 @@ def _commit_of(model: ModelConfig, load: LoadConfig) -> str | None:
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder where vLLM finds an adapter (vllm/lora/utils.py), or None if it is not on this
-    host. ``path`` is a folder, perhaps under ~, or a repository in the local copy of Hugging Face's
-    hub.
+    """The folder where vLLM finds an adapter (vllm/lora/utils.py), or None if it is not here.
+    ``path`` is a folder, perhaps under ~, or a repository in the local copy of Hugging Face's hub.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -175,9 +174,7 @@ def _samples(files: Sequence[tuple[Path, int]]) -> Iterator[bytes]:
 
 
 def last_change(path: Path) -> float:
-    """The time of the latest change, in seconds since 1970: of the folder, of a file in it, or of a
-    link on the way to it.
-    """
+    """Latest change of a folder, its files, or a link on the way to it; seconds since 1970."""
     found = [file.stat() for file in (path, *path.iterdir())]
     found += [link.lstat() for link in _links(path.absolute())]
     # In the hub's local copy the names of commits are beside the folders of commits.

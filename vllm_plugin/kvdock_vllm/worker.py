@@ -109,7 +109,7 @@ class WorkerHalf:
             self._link.start()
 
     def _with_kernels(self, pages: Sequence[str]) -> tuple[str, ...]:
-        """Adds the kernels of a layer to its page: kernels keep different things in pages of one
+        """Adds to each page its layer's kernels, which may keep other things in a page of its
         shape.
         """
         layers: Mapping[str, Any] = self._vllm_config.compilation_config.static_forward_context
@@ -139,7 +139,6 @@ class WorkerHalf:
         self._stores.hold(metadata.finished)
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Hands the step's loads to the background."""
         for spec in metadata.loads:
             self._loads.begin(spec)
 
@@ -148,9 +147,10 @@ class WorkerHalf:
         self._stores.begin()
 
     def get_finished(self, metadata: StepMetadata | None) -> tuple[set[str], set[str]]:
-        """Requests whose stores have ended (of those whose blocks vLLM holds) and requests whose
-        loads have ended, each once. :meth:`take_failed_blocks` and :meth:`take_failed_loads` must
-        follow in the same step.
+        """Requests whose stores have ended (of those whose blocks vLLM holds) and whose loads have,
+        each once.
+
+        :meth:`take_failed_blocks` and :meth:`take_failed_loads` must follow in the same step.
         """
         idle = metadata is not None and not metadata.has_forward
         if idle:

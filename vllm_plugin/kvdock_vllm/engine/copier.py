@@ -70,9 +70,7 @@ def _join(stack: Stack, region: Region) -> Stack | None:
 
 
 def runs(block_ids: Sequence[int], longest: int) -> Iterator[tuple[int, int, int]]:
-    """Parts of ``block_ids`` with consecutive ids: (index, first id, how many, at most
-    ``longest``).
-    """
+    """Parts of consecutive ids, each of at most ``longest``: (index, first id, how many)."""
     start = 0
     for index in range(1, len(block_ids) + 1):
         broken = index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1

@@ -115,13 +115,11 @@ class LoadJobs:
         self._threads.submit(self._link.expect, target)
 
     def begin(self, spec: LoadSpec) -> None:
-        """Hands a load to the background."""
         job = LoadJob(spec, self._link)
         self.under_way.append(job)
         job.begin(self._threads)
 
     def report(self, outcomes: Outcomes) -> None:
-        """Reports the loads that are over."""
         for job in list(self.under_way):
             if job.is_over:
                 job.report(outcomes)
@@ -133,8 +131,8 @@ class LoadJobs:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _register_next_session(self) -> None:
-        """Registers the next session if a load of the last one is unanswered: the server then stops
-        writing for it.
+        """Has the server stop writing for unanswered loads: it does so when the next session
+        registers.
         """
         live = self._link.current
         if live is None or time.monotonic() < self._next_registration:

@@ -66,9 +66,7 @@ class Lookup:
         return self.live.prepared
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Waits at most ``seconds`` for the answer. True if this call found the answer, or that the
-        timeout is over.
-        """
+        """Waits at most ``seconds`` for the answer. True if this call settled the lookup."""
         if self.state is not State.ASKED:
             return False
         if seconds > 0:

@@ -82,9 +82,7 @@ class Record:
     _limit: int | None = None
 
     def keys(self, read_scope: ReadScope, num_tokens: int, chunk_tokens: int) -> list[bytes]:
-        """Keys of the full chunks within the first ``num_tokens`` tokens, as far as they may be
-        cached.
-        """
+        """Keys of the full chunks in the first ``num_tokens`` tokens that may be cached."""
         if self._chain is None or self.chunk_tokens != chunk_tokens:
             scope = read_scope(self.request, chunk_tokens)
             self._limit = scope.limit
@@ -99,11 +97,9 @@ class Record:
         return list(self._chain.keys[: num_tokens // chunk_tokens])
 
     def set_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """Replaces the request's blocks."""
         self.tables = [list(table) for table in tables]
 
     def extend_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """Adds to the request's blocks."""
         for table, more in zip(self.tables, tables, strict=True):
             table.extend(more)
 

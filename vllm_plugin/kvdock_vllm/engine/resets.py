@@ -31,8 +31,8 @@ class Resets:
         self._wanted += 1
 
     def note_end(self, job_id: int) -> bool:
-        """Notes the end of a store. True if the last one from before a reset has ended: a clear is
-        due.
+        """Notes the end of a store. True if it makes a clear due: it was the last from before a
+        reset.
         """
         if job_id not in self._stale_jobs:
             return False

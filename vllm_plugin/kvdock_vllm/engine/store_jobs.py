@@ -156,7 +156,6 @@ class StoreJobs:
             _log.warning("a store of blocks given away goes on; what it copies is thrown away")
 
     def report(self, outcomes: Outcomes) -> None:
-        """Reports the stores that have ended."""
         for job in list(self.under_way):
             if job.ended:
                 job.report(outcomes)

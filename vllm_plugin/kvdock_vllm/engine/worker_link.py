@@ -64,7 +64,6 @@ class WorkerLink:
 
     @property
     def current(self) -> Live[None] | None:
-        """The open session, or None."""
         return self._link.current
 
     def session(self, target: Target) -> Session:

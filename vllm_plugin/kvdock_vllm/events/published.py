@@ -98,8 +98,8 @@ class Published:
             )
 
     def take(self) -> list[KVCacheEvent]:
-        """The next events, which follow the engine's own. Empty, without a wait, while another
-        thread is at it.
+        """The next events, which follow the engine's own. Empty while another thread holds the
+        lock.
         """
         if not self._lock.acquire(blocking=False):
             return []

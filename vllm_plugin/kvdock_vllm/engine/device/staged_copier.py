@@ -219,9 +219,7 @@ class DeviceCopier:
                 stack.blocks.index_copy_(0, index, stack.staged(staged))
 
     def _direct_copies(self, piece: list[_Rows]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Blocks and their bytes on the host, neighbours together. None if the copies would be
-        small.
-        """
+        """Blocks and their bytes on the host, neighbours together. None if copies are small."""
         if self._whole is None:
             return None
         longest = self._rows_a_piece if self._whole.is_contiguous() else 1
