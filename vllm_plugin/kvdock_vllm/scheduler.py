@@ -375,7 +375,7 @@ def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConf
 
 
 def _ended_by_itself(request: Request) -> bool:
-    """Whether a request was not aborted: of an aborted one too many tokens may count as computed."""
+    """Whether a request was not aborted. For aborted ones vLLM may count too many tokens."""
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 

@@ -42,7 +42,7 @@ class SchedulerLink:
         config: Config,
         relay: Relay | None,
     ) -> None:
-        """Does not connect yet: see :meth:`describe_workers`. ``relay`` is None without KV events."""
+        """Does not connect yet: see :meth:`describe_workers`. No ``relay`` without KV events."""
         transfer: Any = vllm_config.kv_transfer_config
         self._vllm_config = vllm_config
         self._strategy = strategy
@@ -123,7 +123,7 @@ class SchedulerLink:
             )
 
     def note_end(self, job_id: int) -> None:
-        """Notes the end of a store. The last one from before a reset is followed by another clear."""
+        """Notes the end of a store. After the last one from before a reset, clears again."""
         if self.resets.note_end(job_id):
             self._link.renew(0)
 

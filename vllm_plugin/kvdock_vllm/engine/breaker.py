@@ -70,7 +70,7 @@ class Breaker:
             return recovered
 
     def _ask(self) -> None:
-        """Sends a heartbeat. Without a session there is nobody to ask: the next one is an answer."""
+        """Sends a heartbeat. Without session there is nobody to ask: the next one is an answer."""
         live = self._link.current
         if live is None:
             self._heartbeat = None

@@ -98,9 +98,7 @@ class Published:
             )
 
     def take(self) -> list[KVCacheEvent]:
-        """The next events, which follow the engine's own. Empty while another thread holds the
-        lock.
-        """
+        """The next events, which follow the engine's own. Empty while another thread is at it."""
         if not self._lock.acquire(blocking=False):
             return []
         try:
