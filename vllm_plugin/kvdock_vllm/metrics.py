@@ -31,16 +31,13 @@ COUNTERS: Final = {
 }
 """Name and description of each counter. Counts of chunks and bytes are sums over all workers."""
 
-MODES: Final = ("server", "shared")
-"""Modes in which a worker copies."""
-
 
 def workers_gauge(mode: str) -> str:
     """The name of the gauge that counts workers in a mode. It is told changes: 1 or -1."""
     return f"{mode}_mode_workers"
 
 
-GAUGES: Final = {workers_gauge(mode): mode for mode in MODES}
+GAUGES: Final = {workers_gauge(mode): mode for mode in ("server", "shared")}
 
 
 class Stats(KVConnectorStats):

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -179,17 +180,14 @@ class Link(Generic[Prepared]):
         _log.debug("%s: link closed", self._name)
 
     def _connect(self) -> Live[Prepared]:
-        client = Client(str(self._address), timeout=_CONNECT_SECONDS)
-        try:
+        with ExitStack() as opened:
+            client = Client(str(self._address), timeout=_CONNECT_SECONDS)
+            opened.callback(client.close)
             session = self._open_session(client, self._lost)
-            try:
-                return Live(client, session, self._prepare(client, session))
-            except BaseException:
-                session.close()
-                raise
-        except BaseException:
-            client.close()
-            raise
+            opened.callback(session.close)
+            live = Live(client, session, self._prepare(client, session))
+            opened.pop_all()
+            return live
 
     def _hold(self, live: Live[Prepared], renewals: int) -> None:
         """Publishes the session and waits for its end."""

@@ -63,11 +63,6 @@ class PinnedMemory:
         """Unregisters everything in the background. No copy may be under way or follow."""
         self._closed.set()
 
-    def join(self, seconds: float) -> bool:
-        """Waits until everything is unregistered after :meth:`close`; false if it takes longer."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
     def _run(self) -> None:
         affinity.restore()
         try:
