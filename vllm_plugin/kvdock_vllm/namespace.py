@@ -136,6 +136,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
     }
     if _depends_on_length(hf_config):
         facts["max_model_len"] = model.max_model_len
+        # It may override whether vLLM's Llama 4 scales queries.
         facts["generation"] = getattr(model, "override_generation_config", None)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         # The engine calibrates them while it runs, so they differ each time.
