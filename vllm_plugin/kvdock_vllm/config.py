@@ -56,11 +56,7 @@ class Config:
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Config:
-        """Reads the engine's settings.
-
-        Raises ValueError, naming key and value, for an unknown ``kvdock.`` key or a value that
-        makes no sense.
-        """
+        """Reads the engine's settings. Raises ValueError, naming key and value, for a wrong one."""
         transfer: Any = vllm_config.kv_transfer_config
         return cls.from_mapping(transfer.kv_connector_extra_config or {})
 

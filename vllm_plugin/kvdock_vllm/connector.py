@@ -1,8 +1,8 @@
 """The class that vLLM loads. It hands each hook to the half of its process.
 
 If a hook raises, vLLM's engine fails. So no hook raises while the engine runs: the error is logged,
-and the request goes on without cache. Only at the start a setting, a model or a layout that is not
-supported is refused.
+and the request goes on without cache. Unsupported settings, models and layouts are refused at the
+start.
 """
 
 from __future__ import annotations
@@ -150,8 +150,7 @@ class KVDockConnector(KVConnectorBase_V1):
             return None  # earlier versions have other names, none for blocks with all layers
         from vllm.platforms import current_platform
 
-        # Within a page the order is the one that vLLM would choose: heads first for Blackwell's
-        # kernels.
+        # Within a page vLLM would choose this order too: heads first for Blackwell.
         heads_first = bool(current_platform.is_device_capability_family(100))
         return (KVCacheLayout.BLHNC if heads_first else KVCacheLayout.BLNHC).name
 

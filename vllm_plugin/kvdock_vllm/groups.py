@@ -25,8 +25,7 @@ def group_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 def group_shapes(kv_cache_config: KVCacheConfig, model: str) -> tuple[GroupShape, ...]:
     """The shapes of a model's groups. ``model`` is its name, for errors.
 
-    Raises UnsupportedModelError if what must be cached of a prefix is not simply the blocks that
-    its tokens fill.
+    Raises UnsupportedModelError if a prefix needs more of the cache than the blocks of its tokens.
     """
     groups = kv_cache_config.kv_cache_groups
     try:

@@ -58,8 +58,7 @@ class ScopeReader:
     def scope(self, request: Request, chunk_tokens: int) -> CacheScope:
         """The scope of ``request`` for chunks of ``chunk_tokens`` tokens."""
         if request.pooling_params is not None or getattr(request, "resumable", False):
-            # Pooling parameters may change what the model sees. Later input may replace tokens of a
-            # resumable request.
+            # Pooling parameters may change what the model sees, later input the tokens.
             return NOT_CACHED
         extras: list[Extra] = []
         limit: int | None = None

@@ -38,8 +38,7 @@ class Lookups:
         """``timeout`` is in seconds. Counts go to ``stats``."""
         self._link = link
         self._readers = strategy.world_size
-        # Such a group cannot compute a prompt's last token after a full hit, so the hit must not be
-        # full.
+        # Such a group cannot compute the last token after a full hit, so no hit is full.
         self._tokens_left_out = any(shape.lacks_a_block_for_the_last_token for shape in shapes)
         self._read_scope = read_scope
         self._stats = stats

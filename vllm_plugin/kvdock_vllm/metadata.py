@@ -23,8 +23,7 @@ class WorkerDescription(KVConnectorHandshakeMetadata):
     worker_id: int
     groups: tuple[GroupPages, ...]
     use_mla: bool
-    """The worker's ``ParallelStrategy.use_mla``. The scheduler sees only each group's first
-    layer."""
+    """As in ``ParallelStrategy``. The scheduler sees only the first layer of each group."""
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """The namespace: everything that must be equal for KV bytes to be interchangeable.
 
-It is derived from what the engine runs, never typed by hand. A fact too many costs a cold start
-after some change. A fact too few leads to wrong answers, which nobody notices. So in doubt a fact
-goes in.
+It is derived from what the engine runs, never typed by hand. In doubt a fact goes in. One too many
+costs a cold start after some change. One too few leads to wrong answers, which nobody notices.
 """
 
 from __future__ import annotations

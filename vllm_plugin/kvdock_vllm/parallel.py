@@ -27,9 +27,8 @@ def parallel_strategy(
         prefill_context_size=getattr(parallel, "prefill_context_parallel_size", 1),
         decode_context_size=getattr(parallel, "decode_context_parallel_size", 1),
         data_size=getattr(parallel, "data_parallel_size", 1),
-        # Only workers know their rank. Some launchers count it over all data-parallel engines. Data
-        # parallelism comes first in vLLM's order of ranks, so the remainder is the rank in the
-        # engine.
+        # Only workers know their rank. Some launchers count it over all data-parallel engines,
+        # which come first in vLLM's order of ranks.
         worker_id=parallel.rank % parallel.world_size if is_worker else 0,
     )
     if strategy.world_size != parallel.world_size:

@@ -21,8 +21,7 @@ _log = logging.getLogger(__name__)
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
-# vLLM's loaders that read a model's own files. Other loaders make weights up, or get them
-# elsewhere.
+# vLLM's loaders that read a model's own files. Others make weights up, or get them elsewhere.
 _FILE_FORMATS = (
     "auto",
     "hf",

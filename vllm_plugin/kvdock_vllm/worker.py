@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# In a step without computation a lone engine only waits for loads. It looks for new requests this
-# often.
+# A lone engine that computes nothing waits for loads. It looks for new requests this often.
 _IDLE_WAIT_SECONDS = 0.005
 # vLLM acts on an ended load one step later. One of several workers may have reported the load a
 # step before the last worker.
@@ -80,8 +79,8 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the tensors and begins to connect.
 
-        Raises UnsupportedLayoutError if a tensor is not what its spec says, ValueError for an
-        unsupported kind of device.
+        Raises UnsupportedLayoutError if a tensor is not what its spec says, ValueError for a wrong
+        device.
         """
         self._kv_caches = kv_caches
         layouts = tuple(
@@ -109,9 +108,7 @@ class WorkerHalf:
             self._link.start()
 
     def _with_kernels(self, pages: Sequence[str]) -> tuple[str, ...]:
-        """Adds to each page its layer's kernels, which may keep other things in a page of its
-        shape.
-        """
+        """Adds the kernels of its layer to each page: they decide what is in the page."""
         layers: Mapping[str, Any] = self._vllm_config.compilation_config.static_forward_context
         return tuple(f"{page}:{_kernel(layers.get(page.split(':', 1)[0]))}" for page in pages)
 

@@ -82,8 +82,8 @@ def loads_fail_whole(shapes: Sequence[GroupShape]) -> bool:
     """Whether a load that failed in part is of no use.
 
     With one group of full attention the engine computes from the first failed block on. With
-    several groups a block id may be a block of each. And a window's blocks before the failed one
-    were never loaded.
+    several groups a block id is ambiguous. And a window's blocks before the failed one were never
+    loaded.
     """
     return len(shapes) > 1 or any(shape.window_tokens for shape in shapes)
 

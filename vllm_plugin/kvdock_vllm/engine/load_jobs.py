@@ -131,9 +131,7 @@ class LoadJobs:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _register_next_session(self) -> None:
-        """Has the server stop writing for unanswered loads: it does so when the next session
-        registers.
-        """
+        """Registers the next session, for which the server ends unanswered loads of the last."""
         live = self._link.current
         if live is None or time.monotonic() < self._next_registration:
             return

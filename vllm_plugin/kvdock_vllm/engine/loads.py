@@ -85,8 +85,7 @@ class Loads:
     def begin(self, record: Record, num_tokens: int, usable: Live[Target] | None) -> None:
         """Begins to load ``num_tokens`` tokens behind those computed when the hit was told.
 
-        The hit is void unless its session is ``usable``. Locks that the load does not need are
-        freed.
+        The hit is void unless its session is ``usable``. Frees locks that the load does not need.
         """
         request_id = record.request.request_id
         lookup = record.take_lookup()

@@ -122,10 +122,10 @@ class ParallelStrategy:
         return self.is_first_tp_rank or not self.use_mla
 
     def as_workers_say(self, use_mla: Iterable[bool]) -> ParallelStrategy:
-        """The scheduler's strategy with what its workers found. Its own configuration shows one
-        layer of each group.
+        """The scheduler's strategy, corrected by its workers: it knows only one layer of each
+        group.
 
-        Raises ValueError if they differ, for instance where the last pipeline stage has a draft
+        Raises ValueError if the workers differ, for instance where only the last stage has a draft
         model.
         """
         found = set(use_mla)

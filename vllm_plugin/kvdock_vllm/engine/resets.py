@@ -31,9 +31,7 @@ class Resets:
         self._wanted += 1
 
     def note_end(self, job_id: int) -> bool:
-        """Notes the end of a store. True if it makes a clear due: it was the last from before a
-        reset.
-        """
+        """Notes the end of a store. True for the last one from before a reset: a clear is due."""
         if job_id not in self._stale_jobs:
             return False
         self._stale_jobs.discard(job_id)

@@ -185,8 +185,7 @@ class Stores:
         found: dict[int, list[int]] = {}
         for job_id, job in self._jobs.items():
             request = job.record.request
-            # A preempted request's stores read blocks of others. A finished request's blocks are
-            # kept.
+            # A preempted request's blocks are given away, a finished one's are kept.
             if not job.of_windows or job_id not in job.record.jobs or request.is_finished():
                 continue
             computed = request.num_computed_tokens + num_scheduled.get(request.request_id, 0)

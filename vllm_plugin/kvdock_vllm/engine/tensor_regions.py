@@ -88,8 +88,7 @@ def _block_dims(tensor: torch.Tensor, num_blocks: int) -> tuple[int, list[_Dim]]
 def _halves(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values, if they are apart: (2, blocks, ...) with all keys before all values.
 
-    Hybrids of attention and recurrent layers have the same shape with blocks outermost. Strides
-    decide.
+    Hybrids of attention and recurrent layers have this shape with blocks outermost: strides decide.
     """
     apart = (
         tensor.dim() == 5

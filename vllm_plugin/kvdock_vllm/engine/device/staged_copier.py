@@ -86,8 +86,7 @@ class Staging:
 def _use(device: torch.device) -> None:
     """Makes the device current on this thread, which is one of the connector's own.
 
-    Otherwise torch returns to device 0 after each piece, and creates a context there for this
-    process.
+    Otherwise torch returns to device 0 after each piece, which creates a context there.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -79,8 +79,8 @@ class ChunkTransfers(ABC):
     def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
         """Stores chunks. Tells what became of each.
 
-        Raises KVDockError, or CopyStoppedError when it has to stop. Nothing that was not copied
-        before becomes visible then.
+        Raises KVDockError, or CopyStoppedError when it has to stop. Nothing more becomes visible
+        then.
         """
 
 

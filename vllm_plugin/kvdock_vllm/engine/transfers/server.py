@@ -19,8 +19,7 @@ from kvdock_vllm.engine.transfers.fence import Fence
 
 _log = logging.getLogger(__name__)
 
-# Deadlines of a load and a store. The server stops by then, or at the end of the piece that it is
-# copying.
+# Deadlines. The server stops by then, or at the end of the piece that it is copying.
 _LOAD_SECONDS = 10.0
 _STORE_SECONDS = 4.0
 _PIECE_SECONDS = 1.0

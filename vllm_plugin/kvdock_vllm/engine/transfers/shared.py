@@ -249,8 +249,7 @@ def _wait(ready: Mark, stop: Stop, seconds: float) -> None:
     """Waits until the engine has computed what it had queued. Raises CopyStoppedError after
     ``seconds``, or when ``stop()`` is true.
 
-    It polls the device instead of queueing the copies behind the work, so that no copy has begun
-    then.
+    It polls the device and does not queue copies behind the work, so no copy has begun then.
     """
     deadline = time.monotonic() + seconds
     poll = _FIRST_POLL_SECONDS
