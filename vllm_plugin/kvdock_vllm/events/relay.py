@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvdock.address import Address
@@ -51,7 +52,7 @@ class Relay:
             # KVDock has no group_idx for the only group, and vLLM calls it 0.
             labels[None] = labels[0]
         self._address = address
-        self._scheme = lambda: hash_scheme(vllm_config)
+        self._scheme = partial(hash_scheme, vllm_config)
         self._published = Published(self._scheme, labels)
         self._follower: Follower | None = None
         self._thread: threading.Thread | None = None
