@@ -76,7 +76,8 @@ class SharedModeWorker(kv_worker.Worker):
         self.session.close()
         self.scheduler.close()
         self.client.close()
-        return pinned.join(10) and pinned.pinned_bytes == 0
+        pinned._thread.join(10)
+        return not pinned._thread.is_alive() and pinned.pinned_bytes == 0
 
     def store(self, keys: list[bytes], ids: list[int]) -> list[str]:
         """The status of each chunk. All keys are a prompt's first."""

@@ -16,6 +16,7 @@ from simkit import ASK, C, StartEngine, extra, prompt, status
 from kvdock import Client, Session
 from kvdock.address import parse
 from kvdock.errors import SessionLost
+from kvdock_vllm.engine import breaker as breaker_module
 from kvdock_vllm.engine.breaker import Breaker
 from kvdock_vllm.engine.link import Link
 
@@ -55,9 +56,11 @@ class Heartbeats:
 
 
 def test_one_event_is_one_failure_and_over_with_the_first_answer(
-    server: Any, link: Link[None]
+    server: Any, link: Link[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    breaker = Breaker(link, 1.0, first_seconds=60, longest_seconds=60)
+    monkeypatch.setattr(breaker_module, "_FIRST_SECONDS", 60)
+    monkeypatch.setattr(breaker_module, "_LONGEST_SECONDS", 60)
+    breaker = Breaker(link, 1.0)
     assert not breaker.is_open
     server.process.send_signal(signal.SIGSTOP)
     asked = [time.monotonic() for _ in range(8)]

@@ -10,7 +10,7 @@ import pytest
 
 from kvdock.types import GroupKind
 from kvdock_vllm.engine.groups import GroupShape
-from kvdock_vllm.engine.loads import plan_load
+from kvdock_vllm.engine.loads import Loads
 from kvdock_vllm.engine.specs import Target
 
 CHUNK = 64
@@ -23,25 +23,26 @@ def test_what_does_not_fit_is_told_by_counts_and_the_first_few(
     blocks: int, shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = GroupShape(None, GroupKind.FULL_ATTENTION, 16, ("a",))
+    session: Any = object()
     lookup: Any = SimpleNamespace(
+        live=session,
         num_computed_tokens=0,
         hit_chunks=1,
         lease_id=7,
         locked={None: range(1)},
         target=Target(epoch=1, namespace="n", chunk_tokens=CHUNK),
     )
+    record: Any = SimpleNamespace(
+        request=SimpleNamespace(request_id="r"),
+        tables=[list(range(1, blocks + 1))],
+        take_lookup=lambda: lookup,
+    )
+    loads = Loads([shape], all_or_nothing=False)
     with caplog.at_level(logging.ERROR):
-        load = plan_load(
-            "r",
-            [shape],
-            [list(range(1, blocks + 1))],
-            lookup,
-            1000 * 16,
-            is_usable=True,
-            all_or_nothing=False,
-        )
-    assert load.spec.target is None
-    assert len(load.spec.block_ids) == blocks
+        loads.begin(record, 1000 * 16, session)
+    (spec,) = loads.take_new()
+    assert spec.target is None
+    assert len(spec.block_ids) == blocks
     message = caplog.messages[0]
     assert f"{blocks} of 1000 blocks ({shown})" in message
     assert "chunks [0, 1) are locked" in message

@@ -71,6 +71,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def ended(pinned: PinnedMemory) -> bool:
+    """Whether everything was unregistered in time."""
+    pinned._thread.join(5)
+    return not pinned._thread.is_alive()
+
+
 def test_each_piece_is_pinned_when_it_is_there_and_unpinned_at_the_end(
     use: Callable[[RecordingDriver], RecordingDriver],
 ) -> None:
@@ -89,7 +95,7 @@ def test_each_piece_is_pinned_when_it_is_there_and_unpinned_at_the_end(
         (start + nbytes) % PIECE == 0 for start, nbytes in list(driver.registered.items())[:-1]
     )
     pinned.close()
-    assert pinned.join(5)
+    assert ended(pinned)
     assert driver.registered == {}
     assert driver.context is None
     assert pinned.refused is None
@@ -113,7 +119,7 @@ def test_a_limit_is_told_and_what_is_pinned_stays_so(
     assert "CUDA_ERROR_OUT_OF_MEMORY" in warning.getMessage()
     assert "memlock" in warning.getMessage()
     pinned.close()
-    assert pinned.join(5)
+    assert ended(pinned)
     assert driver.registered == {}
 
 
@@ -123,5 +129,5 @@ def test_it_ends_while_it_waits_for_memory(
     driver = use(RecordingDriver())
     pinned = PinnedMemory([shared_memory(PIECE)], 0)
     pinned.close()
-    assert pinned.join(5)
+    assert ended(pinned)
     assert driver.registered == {}

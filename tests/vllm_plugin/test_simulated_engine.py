@@ -697,7 +697,7 @@ def test_what_runs_on_through_a_reset_is_not_stored_again(
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "blocks are in use"
     half = engine.connector._of_scheduler
     deadline = time.monotonic() + 10
-    while not half._link.resets.are_done or half._link.current is None:
+    while half._link.usable is None:
         assert time.monotonic() < deadline
         if half._link.resets.await_stores:
             engine.step()
@@ -740,12 +740,12 @@ def test_a_second_reset_waits_for_the_renewal_that_the_first_brought_about(
     while engine.outcomes["r"].finish_reason is None:
         engine.step()
     assert engine.connector.reset_cache()
-    clears = half._link.resets.wanted
+    clears = half._link.resets._wanted
     prepare = half._link._link._prepare
 
     def prepare_after_the_second_reset(client: Client, session: Session) -> Target:
         deadline = time.monotonic() + 10
-        while half._link.resets.wanted < clears + 2:
+        while half._link.resets._wanted < clears + 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return prepare(client, session)

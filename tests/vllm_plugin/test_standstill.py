@@ -188,7 +188,7 @@ def test_a_load_ends_with_the_next_session_of_its_worker(host: Host) -> None:
     (worker,) = (rank.connector._of_worker for rank in engine.ranks)
     live = worker._link.current
     assert live is not None
-    while not worker._loads.unanswered:
+    while not any(job.ended and not job.is_over for job in worker._loads.under_way):
         engine.step()
     # As when the server has been silent for too long: nobody can tell it that it is over.
     live.session._stream._call.cancel()

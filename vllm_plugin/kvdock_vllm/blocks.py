@@ -1,4 +1,4 @@
-"""Which blocks each request has, and which a step writes into, as vLLM's scheduler tells it."""
+"""Which blocks a request has and which a step writes to, as vLLM's scheduler tells it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 def follow_blocks(
     records: Mapping[str, Record], output: SchedulerOutput, loading: Collection[str]
 ) -> None:
-    """Notes what a step has given to requests and taken from them. ``loading`` load just now."""
+    """Updates requests' tables by what a step gives and takes. ``loading`` are loading requests."""
     for request_id in output.preempted_req_ids or ():
         record = records.get(request_id)
         if record is not None:
-            # What they read is not the request's any more.
+            # The blocks that its stores read are not the request's any more.
             record.jobs.clear()
             if request_id not in loading:
                 record.set_tables([[] for _ in record.tables])
     for new in output.scheduled_new_reqs:
         record = records.get(new.req_id)
         if record is not None:
-            # Also a preempted request that is resumed, on some of vLLM's runners.
+            # On some of vLLM's runners a preempted request that is resumed also comes here.
             record.set_tables(new.block_ids)
     cached = output.scheduled_cached_reqs
     for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -40,7 +40,7 @@ def follow_blocks(
 
 
 def blocks_written(shapes: Sequence[GroupShape], output: SchedulerOutput) -> Iterator[int]:
-    """The blocks that a step has given out, without those that have been computed."""
+    """The blocks that a step gives out, except those whose tokens are computed."""
     for new in output.scheduled_new_reqs:
         yield from _from_token(shapes, new.num_computed_tokens, new.block_ids)
     cached = output.scheduled_cached_reqs

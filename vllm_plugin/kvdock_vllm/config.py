@@ -1,7 +1,7 @@
 """Settings of the connector, from vLLM's ``kv_connector_extra_config``.
 
-None is needed. Keys are written with the prefix ``kvdock.``, so that they stand beside those of
-other connectors::
+All are optional. Their keys begin with ``kvdock.``, so that they can stand beside the keys of other
+connectors::
 
     --kv-transfer-config '{"kv_connector": "KVDockConnector", "kv_role": "kv_both",
                            "kv_connector_extra_config": {"kvdock.address": "unix:///run/kvdock.sock"}}'
@@ -10,8 +10,9 @@ other connectors::
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvdock import address as addresses
@@ -33,102 +34,101 @@ _TRANSFER_MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Raises ValueError, naming key and value, for what makes no sense."""
+    """The settings of one engine."""
 
     address: Address
     """``kvdock.address``. Default: ``$KVDOCK_ADDRESS``, else this user's socket on this host."""
     save_decode: bool = True
-    """``kvdock.save_decode``: store generated tokens' KV too, not only the prompt's."""
+    """``kvdock.save_decode``: store the KV of generated tokens too, not only the prompt's."""
     autostart: bool = False
-    """``kvdock.autostart``: start a server that outlives the engine if none answers locally."""
+    """``kvdock.autostart``: start a server if none answers on this host. It outlives the engine."""
     chunk_tokens: int | None = None
-    """``kvdock.chunk_tokens``. Default: what the server announces, the same for all engines."""
+    """``kvdock.chunk_tokens``. Default: what the server announces to all engines."""
     lookup_timeout: float = 0.1
-    """``kvdock.lookup_timeout_ms``, here in seconds: how long a new request waits for the answer
+    """``kvdock.lookup_timeout_ms``, here in seconds: how long a new request waits for its lookup
     before it goes on without cache."""
     transfer_mode: TransferMode = TransferMode.UNSPECIFIED
     """``kvdock.transfer_mode``: ``auto`` (UNSPECIFIED), ``server`` or ``shared``."""
     mla_on_cpu: bool = False
-    """``kvdock.mla_on_cpu``: use hits also where they change what an MLA model answers."""
+    """``kvdock.mla_on_cpu``: use hits although they change what an MLA model on a CPU answers."""
     events: bool = True
-    """``kvdock.events``: tell of KVDock's cache among the engine's KV events, if it has any."""
+    """``kvdock.events``: publish events of KVDock's cache, if the engine publishes KV events."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Config:
-        """The settings of this engine. Raises ValueError also for an unknown ``kvdock.`` key."""
+        """Reads the engine's settings. Raises ValueError, naming key and value, for a wrong one."""
         transfer: Any = vllm_config.kv_transfer_config
         return cls.from_mapping(transfer.kv_connector_extra_config or {})
 
     @classmethod
     def from_mapping(cls, extra_config: Mapping[str, Any]) -> Config:
-        """As :meth:`from_vllm`. Keys of others are left alone."""
-        ours = {
-            key.removeprefix(PREFIX): value
-            for key, value in extra_config.items()
-            if key.startswith(PREFIX)
-        }
+        """Like :meth:`from_vllm`. Ignores keys without the prefix ``kvdock.``."""
         values: dict[str, Any] = {}
-        text = ours.pop("address", None)
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"{PREFIX}address is {text!r}: it must be a string")
-        values["address"] = _address(text)
-        for name in ("save_decode", "autostart", "mla_on_cpu", "events"):
-            if name in ours:
-                values[name] = _switch(name, ours.pop(name))
-        if "chunk_tokens" in ours:
-            values["chunk_tokens"] = _number("chunk_tokens", ours.pop("chunk_tokens"), 65_536)
-        if "lookup_timeout_ms" in ours:
-            milliseconds = _number("lookup_timeout_ms", ours.pop("lookup_timeout_ms"), 60_000)
-            values["lookup_timeout"] = milliseconds / 1000
-        if "transfer_mode" in ours:
-            values["transfer_mode"] = _transfer_mode(ours.pop("transfer_mode"))
-        if ours:
-            _refuse(next(iter(ours)))
+        for key, value in extra_config.items():
+            if not key.startswith(PREFIX):
+                continue
+            name = key.removeprefix(PREFIX)
+            if name not in _SETTINGS:
+                raise ValueError(_unknown(name))
+            field, read = _SETTINGS[name]
+            values[field] = read(key, value)
+        if "address" not in values:
+            values["address"] = _address("", None)
         return cls(**values)
 
 
-def _address(text: str | None) -> Address:
+def _address(key: str, value: object) -> Address:
+    """Reads an address. None or an empty one stands for the default."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{key} is {value!r}: it must be a string")
     try:
-        return addresses.parse(text or addresses.default_address())
+        return addresses.parse(value or addresses.default_address())
     except InvalidArgument as error:
-        source = f"{PREFIX}address" if text else f"${addresses.ENVIRONMENT_VARIABLE}"
+        source = key if value else f"${addresses.ENVIRONMENT_VARIABLE}"
         raise ValueError(f"{source} cannot be used: {error.message}") from None
 
 
-def _switch(name: str, value: object) -> bool:
-    """True or False; also spelled as text, since command lines quote what they can."""
+def _switch(key: str, value: object) -> bool:
+    """Reads a truth value. It may be spelled as text, since command lines quote what they can."""
     spelled = {"true": True, "false": False}.get(str(value).lower())
     if spelled is None:
-        raise ValueError(f"{PREFIX}{name} is {value!r}: it must be true or false")
+        raise ValueError(f"{key} is {value!r}: it must be true or false")
     return spelled
 
 
-def _transfer_mode(value: object) -> TransferMode:
+def _transfer_mode(key: str, value: object) -> TransferMode:
     mode = _TRANSFER_MODES.get(str(value))
     if mode is None:
         known = ", ".join(_TRANSFER_MODES)
-        raise ValueError(f"{PREFIX}transfer_mode is {value!r}: it must be one of {known}")
+        raise ValueError(f"{key} is {value!r}: it must be one of {known}")
     return mode
 
 
-def _number(name: str, value: object, most: int) -> int:
+def _number(key: str, value: object, most: int) -> int:
     text = "" if isinstance(value, bool) else str(value)
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
-        raise ValueError(f"{PREFIX}{name} is {value!r}: it must be a whole number from 1 to {most}")
+        raise ValueError(f"{key} is {value!r}: it must be a whole number from 1 to {most}")
     return int(text)
 
 
-def _refuse(name: str) -> None:
-    known = [
-        "address",
-        "save_decode",
-        "autostart",
-        "chunk_tokens",
-        "lookup_timeout_ms",
-        "transfer_mode",
-        "mla_on_cpu",
-        "events",
-    ]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known are {', '.join(known)}"
-    raise ValueError(f"{PREFIX}{name} is no setting of KVDock: {hint}")
+def _milliseconds(key: str, value: object) -> float:
+    return _number(key, value, 60_000) / 1000
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, _SETTINGS, n=1)
+    hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known are {', '.join(_SETTINGS)}"
+    return f"{PREFIX}{name} is no setting of KVDock: {hint}"
+
+
+_SETTINGS: dict[str, tuple[str, Callable[[str, object], Any]]] = {
+    "address": ("address", _address),
+    "save_decode": ("save_decode", _switch),
+    "autostart": ("autostart", _switch),
+    "chunk_tokens": ("chunk_tokens", partial(_number, most=65_536)),
+    "lookup_timeout_ms": ("lookup_timeout", _milliseconds),
+    "transfer_mode": ("transfer_mode", _transfer_mode),
+    "mla_on_cpu": ("mla_on_cpu", _switch),
+    "events": ("events", _switch),
+}
+"""For each key, without prefix: the field of :class:`Config`, and the function that reads it."""

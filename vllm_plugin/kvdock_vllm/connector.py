@@ -1,8 +1,8 @@
-"""The class that vLLM loads: it hands each hook to the half of its process.
+"""The class that vLLM loads. It hands each hook to the half of its process.
 
-vLLM lets no hook fail without the engine failing with it, so none of ours raises while the engine
-runs: a fault is logged and the request goes on without cache. Only what makes no sense at all, a
-setting, a model or a layout that is not supported, is refused, and that at the start.
+If a hook raises, vLLM's engine fails. So no hook raises while the engine runs: the error is logged,
+and the request goes on without cache. Unsupported settings, models and layouts are refused at the
+start.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Only later versions can be told that a load failed as a whole.
+# Versions without this class cannot be told that a load failed as a whole.
 _MAY_FAIL_WHOLE = hasattr(base, "KVConnectorTransferResults")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
-def _never_raises(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
-    """Logs what a hook raises, and answers ``otherwise()`` instead."""
+def _never_raises(otherwise: Callable[[], object] = lambda: None) -> Callable[[Hook], Hook]:
+    """Makes a hook log what it raises, and return ``otherwise()`` instead."""
 
     def decorate(hook: Hook) -> Hook:
         @functools.wraps(hook)
@@ -69,12 +69,8 @@ def _never_raises(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
     return decorate
 
 
-def _nothing() -> None:
-    return None
-
-
 class KVDockConnector(KVConnectorBase_V1):
-    """KV cache outside the engine, shared by all engines of a host."""
+    """A KV cache outside the engine, shared by all engines of a host."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -105,7 +101,7 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what is not stored is a miss later on, nothing worse."""
+        """False: what is not stored is only a miss later on."""
         return False
 
     @property
@@ -130,55 +126,55 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Asked by vLLM's V1 runner up to 0.26: all of a block in one piece copies fastest."""
+        """Asks vLLM's V1 runner, up to 0.26, for blocks of all layers: one piece copies fastest."""
         return _on_cuda()
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
     ) -> None:
-        """In place of :meth:`register_kv_caches`, where vLLM did as we prefer."""
+        """Called instead of :meth:`register_kv_caches` where vLLM lays blocks out as preferred."""
         self._of_worker.register_kv_caches(
             layers_of_blocks(kv_cache, attn_backend, self._kv_cache_config)
         )
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Asked from 0.32 on for the same, and taken as a wish: what the attention kernels do not
-        support is not used, and what the user sets by ``VLLM_KV_CACHE_LAYOUT`` comes first.
+        """Asks vLLM from 0.32 on for the same. vLLM takes it as a wish: ``VLLM_KV_CACHE_LAYOUT``
+        comes first, and a layout that the attention kernels do not support is not used.
         """
         if not _on_cuda():
             return None
         try:
             from vllm.v1.kv_cache_layout import KVCacheLayout
         except ImportError:
-            return None  # earlier versions know other names here, none of them block by block
+            return None  # earlier versions have other names, none for blocks with all layers
         from vllm.platforms import current_platform
 
-        # A page's own order stays what vLLM would choose: heads first for Blackwell's kernels.
+        # Within a page vLLM would choose this order too: heads first for Blackwell.
         heads_first = bool(current_platform.is_device_capability_family(100))
         return (KVCacheLayout.BLHNC if heads_first else KVCacheLayout.BLNHC).name
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._of_worker.description
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(kv_connector_metadata, StepMetadata):
             self._of_worker.handle_preemptions(kv_connector_metadata)
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
             self._of_worker.begin_step(connector_metadata)
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if (step := self._step) is not None:
             self._of_worker.start_loads(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads are done before vLLM schedules the request."""
+        """Nothing to wait for: loads end before vLLM schedules their request."""
 
     def save_kv_layer(
         self,
@@ -187,9 +183,9 @@ class KVDockConnector(KVConnectorBase_V1):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Nothing to do yet: chunks are stored when all layers are there."""
+        """Nothing to do yet: a chunk is stored when all its layers are computed."""
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def wait_for_save(self) -> None:
         self._of_worker.start_stores()
 
@@ -199,7 +195,7 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @_never_raises(lambda: base.KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
-        """Asked instead of :meth:`get_finished`, by versions that may have several groups."""
+        """Called instead of :meth:`get_finished` by versions that may have several groups."""
         stored, loaded = self._of_worker.get_finished(self._step)
         failed = self._of_worker.take_failed_loads()
         return base.KVConnectorTransferResults(stored, loaded, failed)
@@ -208,7 +204,7 @@ class KVDockConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._of_worker.take_failed_blocks()
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return self._of_worker.take_report()
 
@@ -228,11 +224,11 @@ class KVDockConnector(KVConnectorBase_V1):
     ) -> None:
         self.set_xfer_handshake_metadata(metadata)
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._of_scheduler.bind_block_pool(gpu_block_pool)
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def on_new_request(self, request: Request) -> None:
         self._of_scheduler.on_new_request(request)
 
@@ -242,7 +238,7 @@ class KVDockConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         return self._of_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -254,12 +250,12 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @_never_raises(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Has an idle engine step on: so that the workers hear of the server in time, and until no
-        store is under way, since an engine that is put to sleep gives its cache's memory back.
+        """Keeps an idle engine stepping until its workers have heard of a new session, and until no
+        store is under way: an engine that sleeps gives its cache's memory back.
         """
         return self._of_scheduler.has_work_for_workers
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._of_scheduler.update_connector_output(connector_output)
 
@@ -273,7 +269,7 @@ class KVDockConnector(KVConnectorBase_V1):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Asked instead of :meth:`request_finished`, of what ``SupportsHMA``."""
+        """Called instead of :meth:`request_finished` if the connector is a ``SupportsHMA``."""
         return self._of_scheduler.request_finished(request, block_ids)
 
     @_never_raises(lambda: list[Any]())
@@ -286,12 +282,12 @@ class KVDockConnector(KVConnectorBase_V1):
 
     # -- both -----------------------------------------------------------------------------------
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def get_kv_connector_stats(self) -> Stats | None:
         half = self._scheduler or self._worker
         return half.take_stats() if half is not None else None
 
-    @_never_raises(_nothing)
+    @_never_raises()
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):
             if half is not None:
@@ -299,7 +295,7 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats | None:
-        return Stats(data=dict(data)) if data is not None else Stats()
+        return Stats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
@@ -312,7 +308,7 @@ class KVDockConnector(KVConnectorBase_V1):
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-# vLLM gives a model several groups if its connector supports that (HMA).
+# vLLM gives a hybrid model several groups only if its connector supports them (HMA).
 if _MAY_FAIL_WHOLE:
     SupportsHMA.register(KVDockConnector)
 
@@ -324,7 +320,7 @@ def _on_cuda() -> bool:
 
 
 def _tell_hit_source(connector: Any) -> None:
-    """Labels our hits as of host memory in vLLM's metrics, in versions that have such labels."""
+    """Labels our hits in vLLM's metrics as hits in host memory, in versions that have labels."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:

@@ -1,4 +1,4 @@
-"""Which KV-cache groups a model of vLLM has. One of a form that is not supported is refused."""
+"""The KV-cache groups of a vLLM model. A group of an unsupported form is refused."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ if TYPE_CHECKING:
 
 
 class UnsupportedModelError(ValueError):
-    """The model's KV cache has a form that is not supported; the message names it."""
+    """The form of the model's KV cache is not supported. The message names the form."""
 
 
 def group_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
-    """The specs of a group's layers; one stands for all where they are equal."""
+    """The specs of a group's layers, or one spec if all layers have the same."""
     spec: Any = group.kv_cache_spec
     per_layer = getattr(spec, "kv_cache_specs", None)
     return list(per_layer.values()) if per_layer else [spec]
 
 
 def group_shapes(kv_cache_config: KVCacheConfig, model: str) -> tuple[GroupShape, ...]:
-    """The groups of a model, whose name is for errors.
+    """The shapes of a model's groups. ``model`` is its name, for errors.
 
-    Raises UnsupportedModelError for a cache of which a prefix is more, or something else, than the
-    blocks that its tokens fill.
+    Raises UnsupportedModelError if a prefix needs more of the cache than the blocks of its tokens.
     """
     groups = kv_cache_config.kv_cache_groups
     try:
@@ -38,10 +37,8 @@ def group_shapes(kv_cache_config: KVCacheConfig, model: str) -> tuple[GroupShape
 
 
 def _shape(group: KVCacheGroupSpec, group_idx: int | None) -> GroupShape:
-    anything: Any = group
-    if getattr(anything, "host_resident", False) or not getattr(
-        anything, "enable_kv_transfer", True
-    ):
+    is_transferable = getattr(group, "enable_kv_transfer", True)
+    if getattr(group, "host_resident", False) or not is_transferable:
         raise UnsupportedModelError("it has a group of KV caches that vLLM does not let out")
     if not group.layer_names:
         raise UnsupportedModelError(
@@ -64,17 +61,17 @@ def _shape(group: KVCacheGroupSpec, group_idx: int | None) -> GroupShape:
 
 
 def _kind_and_window(spec: KVCacheSpec) -> tuple[GroupKind, int]:
-    """What a layer needs of the past. Raises UnsupportedModelError."""
+    """How much of the past a layer needs. Raises UnsupportedModelError."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     anything: Any = spec
     name = type(spec).__name__
-    # Subclasses with rules of their own about which blocks hold what.
+    # These subclasses have rules of their own about which tokens a block holds.
     refused = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
     if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)) or name in refused:
         raise UnsupportedModelError(f"it has a KV cache of kind {name}")
     if getattr(anything, "non_causal", False):
-        # A token's keys then depend on tokens after it, which its chunk's key does not name.
+        # Then a token's keys depend on later tokens, to which its chunk's key does not commit.
         raise UnsupportedModelError("it attends non-causally")
     if getattr(anything, "bounded_replay", False):
         raise UnsupportedModelError(f"its {name} is not cached by vLLM, but computed anew")

@@ -1,18 +1,17 @@
-"""Blocks that windows are about to leave behind, kept back while a store still reads them.
+"""Holds: vLLM keeps back blocks that a window is about to leave behind and a store still reads.
 
-Of what a window leaves behind vLLM caches almost nothing by itself, and what it does not cache it
-gives out first, mostly in the same step. A store that has not read it by then loses the part for
-good, and with it every hit whose windows reach over that part.
+vLLM caches almost none of the blocks that a window leaves behind. It gives uncached blocks out
+first, mostly in the same step. A store that has not read them by then loses its part for good, and
+with the part every hit whose window reaches over it.
 
-So for the step in which a window leaves them such blocks are counted as used once more, and after
-it they go to the end of vLLM's queue of free blocks. They are free then, and are given out when
-all others have been. A store that is slower even than that is ended, as any is whose blocks are
-given out.
+So for one step, the one in which a window leaves them behind, such blocks get one more reference.
+After the step they go to the end of vLLM's queue of free blocks, so they are given out last. A
+store that is even slower is ended, like every store whose blocks are given out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,23 +24,18 @@ class Holds:
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
-        self._held: dict[int, list[KVCacheBlock]] = {}
-
-    @property
-    def job_ids(self) -> Set[int]:
-        """The stores of which blocks are held."""
-        return self._held.keys()
+        self._held: dict[int, list[KVCacheBlock]] = {}  # by job_id
 
     def bind(self, pool: BlockPool) -> None:
-        """Takes vLLM's pool. One that cannot put blocks at the end of its queue is not used."""
+        """Takes vLLM's pool, unless its version cannot put blocks at the end of its queue."""
         if hasattr(pool, "unpin_blocks"):
             self._pool = pool
 
     def renew(self, leaving: Mapping[int, Sequence[int]]) -> None:
-        """Between two steps: holds for the next one what ``leaving`` names, the ids of blocks by
-        the store that reads them, and nothing else any more.
+        """Ends all holds and begins those of the next step. Called between two steps.
 
-        At most half as many as are free, so that the next step has enough without them.
+        ``leaving`` has the ids of blocks to hold, by the job_id of the store that reads them. At
+        most half of the free blocks' number is held, so that the next step has enough.
         """
         for job_id in list(self._held):
             self.release(job_id)
@@ -50,7 +44,7 @@ class Holds:
         most = self._pool.get_num_free_blocks() // 2
         for job_id, block_ids in leaving.items():
             blocks = [self._pool.blocks[block_id] for block_id in block_ids]
-            # What is free already stays where it is in the queue.
+            # A block that is free already keeps its place in the queue.
             used = [block for block in blocks if block.ref_cnt > 0]
             if not 0 < len(used) <= most:
                 continue
@@ -59,7 +53,7 @@ class Holds:
             self._held[job_id] = used
 
     def release(self, job_id: int) -> None:
-        """Nobody reads a store's blocks any more, or their step is over."""
+        """Ends the hold on a store's blocks, if there is one."""
         blocks = self._held.pop(job_id, None)
         if blocks:
             assert self._pool is not None
@@ -67,4 +61,4 @@ class Holds:
 
 
 def _not_our_concern(block: KVCacheBlock) -> None:
-    """A block has been given out: the step's metadata tells of that."""
+    """Called by vLLM when it gives out a block. The step's metadata tells of it already."""

@@ -1,4 +1,4 @@
-"""What vLLM's attention kernels make of a cached prefix."""
+"""Whether vLLM's attention kernels compute the same from a cached prefix."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _log = logging.getLogger(__name__)
 
 
 def cannot_continue_prompts(vllm_config: VllmConfig, strategy: ParallelStrategy) -> bool:
-    """Whether the engine can only compute a prompt from its first token, or its very last token.
+    """Whether the engine can compute a prompt only from its first token on, or only its last token.
 
-    vLLM's reference kernels for MLA on CPUs read no earlier tokens while they compute a prompt.
-    vLLM therefore turns chunked prefill and its own prefix cache off for them, and a hit that ends
-    inside a prompt would be answered wrongly. The last token alone is computed as generated tokens
-    are, by a kernel that reads all. But that one comes to something else than the prompt's kernel
-    does for the same token, by far more than rounding.
+    vLLM's reference kernels for MLA on CPUs do not read earlier tokens while they compute a prompt.
+    vLLM therefore turns chunked prefill and its own prefix cache off for them. A hit that ends
+    inside a prompt would lead to a wrong answer.
+
+    The last token alone is computed by the kernel for generated tokens, which reads all earlier
+    ones. But for the same token the two kernels differ by far more than rounding.
     """
     from vllm.platforms import current_platform
 
@@ -32,8 +33,8 @@ def cannot_continue_prompts(vllm_config: VllmConfig, strategy: ParallelStrategy)
 def hits_change_answers(
     vllm_config: VllmConfig, strategy: ParallelStrategy, config: Config
 ) -> bool:
-    """Whether any hit would change what the engine answers, and the user did not ask for that: the
-    engine is then served without cache.
+    """Whether hits would change the engine's answers although the user did not allow it with
+    ``kvdock.mla_on_cpu``. The engine is then served without cache.
     """
     return not config.mla_on_cpu and cannot_continue_prompts(vllm_config, strategy)
 

@@ -1,8 +1,8 @@
-"""Which requests are cached, and what their keys commit to beside the tokens.
+"""Which requests are cached, and to what their keys commit beside the tokens.
 
-Whatever changes a token's KV must be in its chunk's key: the adapter, the picture, the embeddings,
-and the salt that keeps tenants apart. Where a request has something of which that cannot be said
-for certain, it is not cached, or only up to there.
+A chunk's key must commit to everything that changes its KV: the adapter, pictures, embeddings, and
+the salt that keeps tenants apart. If that is not known for sure, a request is not cached, or only
+up to the uncertain token.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# vLLM names an item by a digest of its content and processing, behind the adapter's name where the
-# adapter changes the encoder. A name of another form was chosen by somebody, or is only counted up,
-# and may stand for something else in another process.
+# vLLM names an item by a digest of its content and processing, behind the adapter's name if the
+# adapter changes the encoder. A name of another form was chosen by a user or counted up, and may
+# stand for another item in another process.
 _CONTENT_DIGEST = re.compile(r"(.*:)?[0-9a-f]{32,}", re.DOTALL)
 
 
@@ -38,15 +38,16 @@ NOT_CACHED = CacheScope((), 0)
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """What a name of an adapter stands for, and where its files are."""
+    """What the name of an adapter stands for."""
 
     place: tuple[int, str]
+    """Its number in the engine and the path of its files."""
     key: LoRA | None
-    """None if its requests are not cached."""
+    """None if requests with the adapter are not cached."""
 
 
 class ScopeReader:
-    """Reads the scope of requests. One an engine, since it remembers which adapter was loaded."""
+    """Reads the scope of requests. One per engine, since it remembers loaded adapters."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._model_dtype: Any = vllm_config.model_config.dtype
@@ -57,8 +58,7 @@ class ScopeReader:
     def scope(self, request: Request, chunk_tokens: int) -> CacheScope:
         """The scope of ``request`` for chunks of ``chunk_tokens`` tokens."""
         if request.pooling_params is not None or getattr(request, "resumable", False):
-            # Pooling parameters may change what the model sees; a resumable request's tokens may
-            # be replaced by later input.
+            # Pooling parameters may change what the model sees, later input the tokens.
             return NOT_CACHED
         extras: list[Extra] = []
         limit: int | None = None
@@ -83,15 +83,16 @@ class ScopeReader:
         return CacheScope(tuple(extras), limit)
 
     def _adapter(self, lora: LoRARequest) -> LoRA | None:
-        """None if it is not certain which weights run, or have run under that name.
+        """What keys say of an adapter. None if it is uncertain which weights run or ran under its
+        name.
 
-        Nobody tells when the engine loads an adapter: at its start, by a call, or with a request.
-        Files that have not changed since the start are what it loaded, and those of a request that
-        has it load them anew. What is written there later is not what runs.
+        Nothing tells when the engine loads an adapter: at its start, by a call, or with a request.
+        So two cases are certain: files that have not changed since the engine's start, and files
+        that this request itself has the engine load (``load_inplace``).
 
-        vLLM's own cache knows an adapter by its name, in later versions also by its path. What it
-        finds there may be of weights that the name stood for before, and would be stored as of
-        those that it stands for now. So a name whose weights changed is not cached any more.
+        vLLM's own cache knows an adapter by its name, in later versions also by its path. So it may
+        hold KV of the name's earlier weights, which would be stored as KV of the present ones.
+        Hence a name whose weights changed is not cached any more.
         """
         known = self._adapters.get(lora.lora_name)
         loads_now = bool(getattr(lora, "load_inplace", False))
@@ -107,7 +108,7 @@ class ScopeReader:
         return key
 
     def _read_adapter(self, lora: LoRARequest, loads_now: bool) -> tuple[LoRA | None, str]:
-        """What the adapter's files are now; or None, and why that says nothing."""
+        """The identity of the adapter's files now; or None, and why they are not certain."""
         folder = local_folder(lora.lora_path)
         if folder is None:
             return None, f"{lora.lora_path} is no folder of this host"
@@ -120,7 +121,9 @@ class ScopeReader:
 
 
 def _items_are_named_by_content(vllm_config: VllmConfig) -> bool:
-    """Without either cache vLLM names multimodal items by a counter, the same in each process."""
+    """Whether vLLM names multimodal items by content. Without a prefix cache and a processor cache
+    it counts them, alike in each process.
+    """
     multimodal: Any = getattr(vllm_config.model_config, "multimodal_config", None)
     no_processor_cache = getattr(multimodal, "mm_processor_cache_gb", 0) == 0
     return not no_processor_cache or bool(vllm_config.cache_config.enable_prefix_caching)

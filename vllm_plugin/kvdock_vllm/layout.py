@@ -1,4 +1,4 @@
-"""From vLLM's KV-cache tensors to the layout of a group."""
+"""Turns vLLM's KV-cache tensors into the layout of a group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def group_layout(
     group: KVCacheGroupSpec, kv_caches: Mapping[str, torch.Tensor], num_blocks: int
 ) -> GroupLayout:
-    """Regions of all layers of a group, in the group's order of layers.
+    """The regions of all layers of a group, in the group's order of layers.
 
-    ``kv_caches`` are vLLM's tensors by layer. Layers that show the same memory count once. Raises
-    UnsupportedLayoutError if a tensor does not hold what its layer's spec says.
+    ``kv_caches`` are vLLM's tensors by layer name. Layers that share their memory count once.
+    Raises UnsupportedLayoutError if a tensor does not hold what its layer's spec says.
     """
     group_spec: Any = group.kv_cache_spec
     per_layer: Mapping[str, KVCacheSpec] = getattr(group_spec, "kv_cache_specs", None) or {}
@@ -48,10 +48,10 @@ def group_layout(
 def layers_of_blocks(
     tensor: torch.Tensor, attn_backend: Any, kv_cache_config: KVCacheConfig
 ) -> dict[str, torch.Tensor]:
-    """Each layer's own view of a tensor that holds whole blocks, all layers of one together.
+    """Each layer's own view of a tensor in which each block holds all layers.
 
-    ``attn_backend`` is vLLM's class, which knows the order of such a tensor's dimensions. Raises
-    UnsupportedLayoutError if it does not have as many layers as the model.
+    ``attn_backend`` is vLLM's class, which knows the order of the tensor's dimensions. Raises
+    UnsupportedLayoutError if the tensor does not have as many layers as the model.
     """
     try:
         order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)

@@ -1,4 +1,4 @@
-"""Lookups of an engine: when the server is asked, and how long a step waits for its answer."""
+"""Lookups of an engine: when the server is asked, and how long a step waits for the answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvdock_vllm.scheduler_link import SchedulerLink
 
 _log = logging.getLogger(__name__)
 
-# Most keys that one Lookup may name; a longer prompt is looked up as far as that.
+# Most keys that one Lookup may name. Of a longer prompt only the beginning is looked up.
 _MOST_KEYS = 16_384
 
-# An engine that computes nothing may wait so long for answers in one step: that is less than the
-# empty step after which it would ask again. But not where others wait for its steps.
+# How long one step of an idle engine may wait for answers: less than an empty step takes, after
+# which the engine would ask again. Where others wait for the engine's steps, it does not wait.
 _IDLE_WAIT_SECONDS = 0.002
 
 
@@ -35,20 +35,20 @@ class Lookups:
         stats: Stats,
         timeout: float,
     ) -> None:
-        """``timeout`` in seconds. What is counted goes to ``stats``."""
+        """``timeout`` is in seconds. Counts go to ``stats``."""
         self._link = link
         self._readers = strategy.world_size
-        # Where a group lacks a block for a prompt's last token, that token must be computed.
+        # Such a group cannot compute the last token after a full hit, so no hit is full.
         self._tokens_left_out = any(shape.lacks_a_block_for_the_last_token for shape in shapes)
         self._read_scope = read_scope
         self._stats = stats
         self._timeout = timeout
         self._idle_wait = _IDLE_WAIT_SECONDS if strategy.steps_alone else 0.0
         self._idle_seconds = self._idle_wait
-        """What is left of the idle wait in this step."""
+        """The part of the idle wait that is left in this step."""
 
     def begin_step(self, has_forward: bool) -> None:
-        """A step begins, in which the engine computes or not."""
+        """Begins a step. ``has_forward`` is whether the engine computes in it."""
         self._idle_seconds = 0.0 if has_forward else self._idle_wait
 
     def ask(self, record: Record) -> None:
@@ -66,15 +66,15 @@ class Lookups:
             )
 
     def current(self, record: Record) -> Lookup | None:
-        """The request's lookup, asked anew if the session has changed since."""
+        """The request's lookup. If the session has changed, the server is asked anew."""
         if record.lookup is None or record.lookup.live is not self._link.usable:
             record.forget_lookup()
             self.ask(record)
         return record.lookup
 
     def hit_tokens(self, lookup: Lookup, num_computed_tokens: int) -> int | None:
-        """Tokens that can be had from the prompt's first on; None if the answer is awaited."""
-        # An engine that has all that could be cached does not wait to hear of it.
+        """The length of the hit in tokens from the prompt's first on. None: not answered yet."""
+        # If the engine has computed all that a lookup could find, the answer is not waited for.
         is_wanted = lookup.most_tokens > num_computed_tokens
         self._poll(lookup, self._idle_seconds if is_wanted else 0.0)
         if lookup.state is State.ASKED:
@@ -93,7 +93,7 @@ class Lookups:
             lookup.close()
 
     def _poll(self, lookup: Lookup, seconds: float = 0.0) -> None:
-        """Looks for an answer, and waits so long for it, at the cost of this step's idle time."""
+        """Looks for an answer. Waits for it at most ``seconds`` of the step's idle wait."""
         began = time.monotonic()
         if lookup.poll(seconds):
             self._count(lookup)
@@ -101,7 +101,6 @@ class Lookups:
             self._idle_seconds -= time.monotonic() - began
 
     def _count(self, lookup: Lookup) -> None:
-        """Notes how a lookup ended."""
         if lookup.state is State.ANSWERED:
             self._stats.add("lookups")
             self._stats.add("hit_tokens", lookup.hit_chunks * lookup.target.chunk_tokens)

@@ -1,6 +1,6 @@
-"""What the scheduler half tells the workers in each step, and what they tell back.
+"""What the scheduler's half tells the workers in each step, and what they report.
 
-All of it is pickled between processes by vLLM.
+vLLM pickles all of it to send it between processes.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from kvdock_vllm.engine.specs import GroupPages, LoadSpec, StoreOutcome, StoreSp
 
 @dataclass(frozen=True)
 class WorkerDescription(KVConnectorHandshakeMetadata):
-    """What a worker knows of its KV cache and the scheduler does not. Sent once, at the start."""
+    """What only a worker knows of its KV cache. Sent once, at the start."""
 
     worker_id: int
     groups: tuple[GroupPages, ...]
     use_mla: bool
-    """Of its ``ParallelStrategy``: vLLM tells the scheduler of a group's first layer only."""
+    """As in ``ParallelStrategy``. The scheduler sees only the first layer of each group."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Everything for one step."""
+    """What the workers do in one step."""
 
     news: Target | None = None
-    """What later loads and stores will concern, told once, as soon as it is known."""
+    """Target of later loads and stores. Told once, as soon as it is known."""
     overwritten: list[int] = field(default_factory=list)
-    """Stores, by job_id, whose blocks others will write into in this step."""
+    """job_ids of stores whose blocks this step gives to others, who write to them."""
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
-    """Finished requests whose blocks vLLM holds until each worker reports them once."""
+    """Finished requests whose blocks vLLM keeps until each worker has reported the request."""
     has_forward: bool = True
-    """False in a step that only moves bytes."""
+    """False in a step without computation."""
     has_waiting: bool = False
-    """Requests wait, perhaps for the blocks of finished ones."""
+    """True if requests wait, perhaps for blocks of finished ones."""
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What the workers finished since their last report."""
+    """What the workers did since their last report."""
 
     stores: dict[int, StoreOutcome] = field(default_factory=dict)
     descriptions: tuple[WorkerDescription, ...] = ()
-    """In a worker's first report. vLLM's handshake is earlier, but serves only one connector."""
+    """In a worker's first report. vLLM's earlier handshake reaches only one connector."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """The report of both."""
+        """One report of both."""
         assert isinstance(other, WorkerReport)
         stores = dict(self.stores)
         for job_id, theirs in other.stores.items():

@@ -29,25 +29,21 @@ COUNTERS: Final = {
     "existing_chunks": "Chunk shards that needed no storing, because the server had them.",
     "refused_chunks": "Chunk shards that were not stored: no memory, no parent, or no server.",
 }
-"""Name and description of each counter. Chunks and bytes are summed over workers."""
-
-MODES: Final = ("server", "shared")
-"""How a worker's bytes can move."""
+"""Name and description of each counter. Counts of chunks and bytes are sums over all workers."""
 
 
 def workers_gauge(mode: str) -> str:
-    """Name of the gauge of workers that copy in a mode. It counts changes: 1 or -1."""
+    """The name of the gauge that counts workers in a mode. It is told changes: 1 or -1."""
     return f"{mode}_mode_workers"
 
 
-GAUGES: Final = {workers_gauge(mode): mode for mode in MODES}
+GAUGES: Final = {workers_gauge(mode): mode for mode in ("server", "shared")}
 
 
 class Stats(KVConnectorStats):
     """Counters of one interval. ``data`` has only those that are not zero."""
 
     def add(self, counter: str, amount: float = 1) -> None:
-        """Counts."""
         assert counter in COUNTERS or counter in GAUGES, counter
         if amount:
             self.data[counter] = self.data.get(counter, 0) + amount
@@ -61,7 +57,7 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log: what happened, and how fast."""
+        """What vLLM logs: counts, and rates of loads and stores."""
         shown: dict[str, int | float] = {
             counter: amount
             for counter, amount in self.data.items()
@@ -78,7 +74,7 @@ class Stats(KVConnectorStats):
         return not self.data
 
     def take(self) -> Stats | None:
-        """The counters since the last call; None if nothing was counted."""
+        """The counts since the last call, or None if there are none."""
         if self.is_empty():
             return None
         taken = Stats(data=self.data)
@@ -87,9 +83,8 @@ class Stats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter ``vllm:kvdock_<name>`` for each counter, per engine.
-
-    And a gauge ``vllm:kvdock_workers``: how many of the engine's workers copy in which mode.
+    """For each counter a Prometheus counter ``vllm:kvdock_<name>`` per engine, and a gauge
+    ``vllm:kvdock_workers``: how many workers of an engine copy in which mode.
     """
 
     def __init__(
@@ -121,7 +116,7 @@ class PromMetrics(KVConnectorPromMetrics):
         for name, amount in transfer_stats_data.items():
             labels = self.per_engine_labelvalues[engine_idx]
             if name in GAUGES:
-                # Kept here, because Ray's gauges can only be set.
+                # The sum is kept here, because gauges of Ray can only be set.
                 now = self._num_workers
                 now[engine_idx, name] += amount
                 self._workers.labels(*labels, GAUGES[name]).set(now[engine_idx, name])

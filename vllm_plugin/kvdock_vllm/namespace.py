@@ -1,7 +1,7 @@
 """The namespace: everything that must be equal for KV bytes to be interchangeable.
 
-Derived from what the engine is running, never typed by hand. Too narrow costs a cold start after
-some change; too wide answers wrongly, which nobody notices. So in doubt a fact goes in.
+It is derived from what the engine runs, never typed by hand. In doubt a fact goes in. One too many
+costs a cold start after some change. One too few leads to wrong answers, which nobody notices.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+# What a model's configuration says of its origin, and not of the model.
+_ORIGIN = ("_name_or_path", "transformers_version", "_commit_hash")
+
 _MEDIA_SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -33,7 +36,7 @@ _MEDIA_SETTINGS = (
     "mm_device_do_normalize",
     "mm_encoder_attn_dtype",
 )
-"""What of vLLM's multimodal configuration changes what a model sees of an item."""
+"""The settings of vLLM's multimodal configuration that change what a model sees of an item."""
 
 
 def derive_namespace(
@@ -46,12 +49,12 @@ def derive_namespace(
 ) -> Namespace:
     """The namespace of this engine's KV for chunks of ``chunk_tokens`` tokens.
 
-    ``model`` are its facts (:func:`model_facts`) from when it was loaded: files may be replaced
-    while it runs. ``workers`` has one description for each worker of the engine. Raises
-    UnsupportedLayoutError if workers that should hold the same shard describe it differently.
+    ``model`` are the model's facts (:func:`model_facts`) at the time when it was loaded: its files
+    may be replaced while it runs. ``workers`` has a description of each worker of the engine, by
+    worker_id. Raises UnsupportedLayoutError if workers that should hold the same shard describe it
+    differently.
     """
     shards = _shards(strategy, workers)
-    cache: Any = vllm_config.cache_config
     facts = {
         "model": model,
         "kv_dtype": kv_dtype(vllm_config),
@@ -63,8 +66,10 @@ def derive_namespace(
     }
     digest = hashlib.sha256(weights.canonical(facts)).hexdigest()
     config: Any = vllm_config.model_config
-    # What a model is called, and where it lies, is no part of what it is: that is a label.
+    # The model's name and path may change without its weights, so they are only a label.
     kind = re.sub(r"[^!-~]", "_", str(getattr(config.hf_config, "model_type", "")))[:64] or "model"
+    source, *identity = model["weights"]
+    commit = identity[1] if source == "repository" else ""
     return Namespace(
         name=f"{kind}@{digest[:32]}",
         chunk_tokens=chunk_tokens,
@@ -80,9 +85,9 @@ def derive_namespace(
         ),
         labels={
             "model": str(config.model)[-256:],
-            "revision": _commit(model["weights"]),
+            "revision": commit,
             "kv_dtype": kv_dtype(vllm_config),
-            "block_tokens": str(cache.block_size),
+            "block_tokens": str(vllm_config.cache_config.block_size),
             "tensor_parallel": str(strategy.tensor_size),
             "pipeline_parallel": str(strategy.pipeline_size),
         },
@@ -109,36 +114,38 @@ def _shards(
 def _shard_bytes(
     shape: GroupShape, shards: Sequence[GroupPages], chunk_tokens: int
 ) -> tuple[int, ...]:
+    """The bytes of each shard of a part, or one number if all are equal."""
     sizes = tuple(shard.block_bytes * shape.part_blocks(chunk_tokens) for shard in shards)
     return sizes[:1] if len(set(sizes)) == 1 else sizes
 
 
 def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
-    """What a token's KV depends on, beside how it is kept."""
+    """The facts of the model on which a token's KV depends."""
     model: Any = vllm_config.model_config
     load: Any = vllm_config.load_config
     hf_config: Any = model.hf_config
     facts: dict[str, Any] = {
         "weights": weights.checkpoint(model, load),
         "loader": [load.load_format, getattr(load, "model_loader_extra_config", None)],
-        # With whatever overrides the user gave.
-        "config": _without_paths(hf_config.to_dict()),
+        # The user's overrides are in it.
+        "config": {key: value for key, value in hf_config.to_dict().items() if key not in _ORIGIN},
         "dtype": str(model.dtype),
         "quantization": str(getattr(model, "quantization", None)),
         "quantization_config": repr(getattr(model, "quantization_config", None)),
     }
     if _depends_on_length(hf_config):
         facts["max_model_len"] = model.max_model_len
+        # It may override whether vLLM's Llama 4 scales queries.
         facts["generation"] = getattr(model, "override_generation_config", None)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        # Found out anew as the engine runs.
+        # The engine calibrates them while it runs, so they differ each time.
         facts["scales"] = weights.of_this_engine()
     if (lora := vllm_config.lora_config) is not None and (modules := lora.target_modules):
-        # Of an adapter only these are applied.
+        # vLLM applies only these modules of an adapter.
         facts["adapted_modules"] = sorted(modules)
     multimodal: Any = getattr(model, "multimodal_config", None)
     if multimodal is not None:
-        # An item's name commits to what its request says of these, not to what the engine does.
+        # An item's name commits to the settings of its request, but not to the engine's.
         facts["multimodal"] = {name: getattr(multimodal, name, None) for name in _MEDIA_SETTINGS}
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if speculative is not None:
@@ -152,14 +159,14 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def kv_dtype(vllm_config: VllmConfig) -> str:
-    """Type of the KV cache's elements as resolved: "auto" is the model's."""
+    """The type of the KV cache's elements. "auto" stands for the model's."""
     wanted = str(vllm_config.cache_config.cache_dtype)
     resolved = str(vllm_config.model_config.dtype) if wanted == "auto" else wanted
     return resolved.removeprefix("torch.")
 
 
 def _packing(vllm_config: VllmConfig) -> list[str]:
-    """CPU kernels pack pages for the instructions of the machine, in a form of vLLM's own."""
+    """What decides how CPU kernels pack a page: vLLM's version and the machine's instructions."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -171,8 +178,8 @@ def _packing(vllm_config: VllmConfig) -> list[str]:
 
 
 def _depends_on_length(hf_config: Any) -> bool:
-    """Some models choose their rotary embedding, or how queries are scaled (Llama 4), by the
-    longest prompt that is allowed.
+    """Whether the longest allowed prompt changes a token's KV. Some models choose their rotary
+    embedding by it, or how queries are scaled (Llama 4).
     """
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
     if str(getattr(text, "model_type", "")).startswith("llama4"):
@@ -181,14 +188,3 @@ def _depends_on_length(hf_config: Any) -> bool:
         [getattr(text, name, None) for name in ("rope_scaling", "rope_parameters")]
     )
     return any(kind in found for kind in (b"longrope", b'"su"', b"dynamic"))
-
-
-def _commit(identity: Sequence[str]) -> str:
-    """For people: which commit of a repository the weights are, if they are of one."""
-    return identity[2] if identity[0] == "repository" else ""
-
-
-def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """A model's configuration less what says where it came from or which program wrote it."""
-    dropped = ("_name_or_path", "transformers_version", "_commit_hash")
-    return {key: value for key, value in config.items() if key not in dropped}

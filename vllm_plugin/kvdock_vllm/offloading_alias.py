@@ -1,7 +1,8 @@
 """KVDock under the name that one of vLLM's own flags selects.
 
-``--kv-offloading-size N --kv-offloading-backend lmcache`` sets the connector by name and is closed
-to others. With ``KVDOCK_OFFLOADING_BACKEND=1`` in the environment, that name means KVDock.
+``--kv-offloading-size N --kv-offloading-backend lmcache`` selects a connector by name, and vLLM has
+no such flag for other connectors. With ``KVDOCK_OFFLOADING_BACKEND=1`` in the environment, the name
+stands for KVDock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SELECTED_NAME: Final = "LMCacheMPConnector"
 
 
 def wanted() -> bool:
-    """Whether the user asked for it. Raises ValueError for a value that is neither 0 nor 1."""
+    """Whether the user set the variable to 1. Raises ValueError for a value other than 0 or 1."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{ENVIRONMENT_VARIABLE} is {value!r}: it must be 0 or 1")
@@ -30,21 +31,20 @@ def wanted() -> bool:
 
 
 def install(module: str, class_name: str) -> None:
-    """Makes the name mean ``class_name`` of ``module``."""
+    """Registers ``class_name`` of ``module`` under the name."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # Registering a name again is refused, so the entry has to go first.
+    # vLLM refuses to register a name twice, so the old entry goes first.
     KVConnectorFactory._registry.pop(SELECTED_NAME, None)
     KVConnectorFactory.register_connector(SELECTED_NAME, module, class_name)
 
 
 def explain(vllm_config: VllmConfig) -> None:
-    """Says what becomes of the size that the flag asks for, if it was used."""
+    """Warns that the flag's size is not used, if the flag selected KVDock."""
     transfer: Any = vllm_config.kv_transfer_config
-    size = getattr(vllm_config.cache_config, "kv_offloading_size", None)
     if transfer.kv_connector == SELECTED_NAME:
         _log.warning(
             "KVDock serves as vLLM's offloading backend. Its capacity is that of the KVDock server "
             "(kvdock serve --memory); --kv-offloading-size %s is not used",
-            size,
+            getattr(vllm_config.cache_config, "kv_offloading_size", None),
         )

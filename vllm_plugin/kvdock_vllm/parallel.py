@@ -1,4 +1,4 @@
-"""What vLLM's configuration says of ranks."""
+"""The ranks of an engine, read from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def parallel_strategy(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_worker: bool
 ) -> ParallelStrategy:
-    """The strategy of this process. ``is_worker`` False stands for the scheduler.
+    """The strategy of this process, which is a worker or the scheduler.
 
     Raises ValueError for a combination that is not supported.
     """
@@ -41,13 +41,13 @@ def parallel_strategy(
 
 
 def _shared_by_tensor_ranks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether all layers are of MLA. One layer that is not makes every rank's bytes its own."""
+    """Whether all layers are of MLA. One other layer makes every rank hold bytes of its own."""
     from vllm.v1 import kv_cache_interface
 
     mla: tuple[type, ...] = tuple(
         getattr(kv_cache_interface, name)
         for name in ("MLAAttentionSpec", "SlidingWindowMLASpec")
-        # The second is not in every version, and no subclass of the first.
+        # Some versions lack the second, which is no subclass of the first.
         if hasattr(kv_cache_interface, name)
     )
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in group_specs(group)]

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes before it does anything else."""
+"""The entry point that vLLM calls first in each of its processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODULE: Final = "kvdock_vllm.connector"
 
 
 def register() -> None:
-    """Makes ``"kv_connector": "KVDockConnector"`` known to vLLM. May be called repeatedly."""
+    """Registers the connector with vLLM as ``KVDockConnector``. May be called repeatedly."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     affinity.remember()
@@ -26,9 +26,9 @@ def register() -> None:
 
 
 def _log_below_vllm() -> None:
-    """vLLM only shows what is logged below its own logger."""
+    """Puts our logger below vLLM's, since vLLM shows only what is logged there."""
     ours, theirs = logging.getLogger("kvdock_vllm"), logging.getLogger("vllm")
     ours.parent = theirs
-    # Where nobody writes logs, Python itself writes warnings, but not if it finds any handler.
+    # Without any handler Python itself prints warnings. A handler of ours would stop that.
     if theirs.hasHandlers() and not any(isinstance(one, PrintableLog) for one in ours.handlers):
         ours.addHandler(PrintableLog())

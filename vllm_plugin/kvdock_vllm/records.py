@@ -1,4 +1,4 @@
-"""The records of vLLM's requests."""
+"""The records of the requests that vLLM has not finished."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _SAMPLE_NUMBER = re.compile(r"\A[0-9]+_")
 
 
 class Records(dict[str, Record]):
-    """By request_id."""
+    """Records by request_id."""
 
     def __init__(self, num_groups: int) -> None:
         super().__init__()
         self._num_groups = num_groups
-        # vLLM makes a request of each sample of a prompt (``n`` > 1), and tells only what the last
-        # one to end was told. So they share one, which is there as long as their records.
+        # vLLM makes a request of each sample of a prompt (``n`` > 1). Its response carries only the
+        # kv_transfer_params of the sample that ended last. So the samples share one ExtraTokens,
+        # which lives as long as their records.
         self._extras: WeakValueDictionary[str, ExtraTokens] = WeakValueDictionary()
 
     def of(self, request: Request) -> Record:
-        """The request's record, made if there is none yet."""
+        """The request's record, and makes one if there is none."""
         record = self.get(request.request_id)
         if record is None:
             tables: list[list[int]] = [[] for _ in range(self._num_groups)]
@@ -35,7 +36,7 @@ class Records(dict[str, Record]):
 
 
 def _prompt_id(request_id: str) -> str:
-    """The same for all samples of a prompt: vLLM numbers them before the prompt's own id
-    (``ParentRequest.get_child_info``).
+    """The part of a request_id that all samples of a prompt share. vLLM puts the number of the
+    sample before it (``ParentRequest.get_child_info``).
     """
     return _SAMPLE_NUMBER.sub("", request_id)

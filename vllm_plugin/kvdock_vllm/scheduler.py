@@ -1,16 +1,15 @@
-"""The half of the connector in vLLM's scheduler: decides what is loaded and what is stored.
+"""The half of the connector in vLLM's scheduler. It decides what is loaded and what is stored.
 
-It never keeps a busy engine waiting for the server, and the server's absence costs a request
-nothing. Its state is one record a request (records.py), and one for each load (loads.py) and each
-store (stores.py) that is under way, because those outlive the request. What vLLM does to it, in
-order:
+It never keeps a busy engine waiting for the server. Its state is one record per request
+(records.py), and one per load (loads.py) and store (stores.py) under way, since these outlive the
+request. vLLM calls it in this order:
 
 ``on_new_request``
-    asks the server (once; the answer is awaited by being polled).
+    sends the request's lookup. Later calls look for the answer.
 ``get_num_new_matched_tokens``
-    tells the answer. May come any number of times, or the answer be thrown away: no effects.
+    returns the hit. vLLM may call it any number of times, or discard its result: no effects.
 ``update_state_after_alloc``
-    says what becomes of the answer. Only now is the lease used, or given back.
+    says how much of the hit vLLM takes. Only now is the lease used or given back.
 ``build_connector_meta``
     sends loads, stores and news of requests to the workers.
 ``update_connector_output``
@@ -55,8 +54,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Under these keys of its kv_transfer_params a request asks for the number of tokens that came from
-# here, and gets it in its response. The second is what existing tools send.
+# A request that has one of these keys in its kv_transfer_params gets, under that key of its
+# response, the number of tokens that came from KVDock. Existing tools use the second key.
 EXTRA_TOKENS_KEYS = ("num_kvdock_extra_cached_tokens", "num_lmcache_extra_cached_tokens")
 
 
@@ -70,14 +69,14 @@ class SchedulerHalf:
         shapes: Sequence[GroupShape],
         config: Config,
     ) -> None:
-        """Connects to nothing yet: see :meth:`describe_workers`.
+        """Does not connect yet: see :meth:`describe_workers`.
 
         Raises ValueError for what is not supported.
         """
         _compute_what_cannot_be_loaded(vllm_config.kv_transfer_config)
         self._shapes = shapes
         self._save_decode = config.save_decode
-        # What is computed of a request when a load begins must be whole blocks of every group.
+        # A load begins where whole blocks of every group are computed.
         self._block_tokens = fitting_chunk_tokens(1, shapes)
         strategy = parallel_strategy(vllm_config, kv_cache_config, is_worker=False)
         self._whole_prompts_only = cannot_continue_prompts(vllm_config, strategy)
@@ -85,7 +84,7 @@ class SchedulerHalf:
         if self._does_nothing:
             warn_of_no_hits(vllm_config)
         self._relay = (
-            Relay.of_engine(vllm_config, kv_cache_config, config.address)
+            Relay(vllm_config, kv_cache_config, config.address)
             if config.events and publishes_events(vllm_config)
             else None
         )
@@ -106,7 +105,6 @@ class SchedulerHalf:
         self._finished: list[str] = []
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Takes vLLM's pool of blocks."""
         self._holds.bind(pool)
         if self._relay is not None:
             self._relay.watch_pool(pool)
@@ -114,19 +112,19 @@ class SchedulerHalf:
     def describe_workers(
         self, descriptions: Iterable[WorkerDescription], *, at_start: bool = True
     ) -> None:
-        """Takes workers' descriptions, and connects when all are there."""
+        """Takes descriptions of workers, and begins to connect when all workers are described."""
         if not self._does_nothing:
             self._link.describe_workers(descriptions, at_start)
 
     @property
     def has_work_for_workers(self) -> bool:
-        """The workers do not know yet which namespace they will need, or are storing."""
+        """Whether the workers have not heard of a new session, or are storing."""
         return self._link.has_news or bool(self._stores.under_way)
 
     # -- what is cached -------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Asks the server, so that the answer may be there when the scheduler wants it."""
+        """Sends the lookup, so that its answer may be there when the scheduler asks for the hit."""
         record = self._records.of(request)
         if not request.skip_reading_prefix_cache:
             self._lookups.ask(record)
@@ -134,14 +132,14 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those computed, None if not known yet; and whether a
-        load is asynchronous.
+        """How many tokens can be loaded beyond the computed ones, and whether the load is
+        asynchronous. The number is None while the lookup is not answered.
         """
         record = self._records.of(request)
-        # Only requests that have computed nothing yet, or nothing any more, are asked about.
+        # vLLM asks only about requests of which nothing is computed (any more).
         record.predates_reset = False
-        # vLLM 0.26 asks even where it may not read a cache. A partly computed block would be
-        # overwritten by a load, and others may be using it.
+        # vLLM 0.26 asks even for requests that must not read a cache. A load would overwrite a
+        # partly computed block, which others may be using.
         if (
             record.bypass
             or request.skip_reading_prefix_cache
@@ -162,7 +160,7 @@ class SchedulerHalf:
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Loads ``num_external_tokens``, which is what the scheduler made of the answer."""
+        """Loads ``num_external_tokens``, the part of the hit that the scheduler takes."""
         record = self._records.of(request)
         record.set_tables(blocks.get_block_ids())
         if num_external_tokens > 0:
@@ -174,7 +172,6 @@ class SchedulerHalf:
     # -- steps ----------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """What the workers have to know for this step."""
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
         num_busy = len(scheduler_output.num_scheduled_tokens) + len(self._loads.under_way)
         self._lookups.begin_step(has_forward)
@@ -187,7 +184,7 @@ class SchedulerHalf:
             has_waiting=len(self._records) > num_busy,
         )
         self._last_stores, self._finished = [], []
-        # The loads have to reach the workers whatever fails here: vLLM waits for them.
+        # vLLM waits for the loads, so they reach the workers whatever fails here.
         try:
             written = {block for spec in metadata.loads for block in spec.block_ids}
             written.update(blocks_written(self._shapes, scheduler_output))
@@ -204,7 +201,7 @@ class SchedulerHalf:
         return metadata
 
     def _plan_stores(self, scheduler_output: SchedulerOutput) -> list[StoreSpec]:
-        """What becomes complete in this step."""
+        """Stores of the chunks that become complete in this step."""
         specs: list[StoreSpec] = []
         live = self._link.usable
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
@@ -216,7 +213,7 @@ class SchedulerHalf:
                 continue
             request = record.request
             computed = request.num_computed_tokens
-            # The scheduler counts drafts as computed before they are accepted.
+            # The scheduler counts draft tokens as computed before they are accepted.
             num_tokens = min(computed + num_scheduled, request.num_tokens)
             spec = self._plan_store(record, num_tokens, live.prepared, held_from=computed)
             if spec is not None:
@@ -237,8 +234,9 @@ class SchedulerHalf:
         if not self._save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
         if (awaited := record.lookup) is not None:
-            # The answer says what need not be stored; but nothing of a chunk that was not asked
-            # for, which may be gone when it comes: from a window, or with its request.
+            # The answer says what need not be stored, so chunks that were looked up wait for it.
+            # A chunk behind them ends the wait: its blocks may be gone before an answer comes,
+            # with the request or from a window.
             if num_tokens < awaited.most_tokens + target.chunk_tokens:
                 return None
             record.forget_lookup()
@@ -247,7 +245,6 @@ class SchedulerHalf:
     # -- ends -----------------------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Takes what the workers finished."""
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
             if report.descriptions:
@@ -265,14 +262,14 @@ class SchedulerHalf:
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must stay until the workers report the request, and what its response
-        carries. ``block_ids`` are its blocks, for each group.
+        """Whether vLLM must keep the blocks until the workers report the request, and the
+        kv_transfer_params of the response. ``block_ids`` has the request's blocks for each group.
         """
         record = self._records.pop(request.request_id, None)
         if record is None:
             return False, None
         answer = _extra_tokens_answer(request, record)
-        # vLLM waits for the end of a load by itself.
+        # vLLM itself keeps the blocks of a request that is loading.
         is_loading = request.request_id in self._loads.under_way
         self._lookups.note_answer(record)
         try:
@@ -286,9 +283,7 @@ class SchedulerHalf:
         return True, answer
 
     def _plan_last_store(self, record: Record, block_ids: Sequence[Sequence[int]]) -> None:
-        """Of a request that has ended: the last chunk may have become known only with the last
-        step's tokens. The last token itself was never computed.
-        """
+        """Stores what the last step completed. The last token itself was never computed."""
         live = self._link.usable
         if live is None:
             return
@@ -300,7 +295,7 @@ class SchedulerHalf:
             self._last_stores.append(spec)
 
     def _end_load(self, request_id: str) -> None:
-        """All workers are done with the load of a request."""
+        """Takes note that all workers have ended a request's load."""
         load = self._loads.end(request_id)
         if load is None:
             return
@@ -311,7 +306,7 @@ class SchedulerHalf:
             return
         if not record.admitted:
             record.admitted = True
-            record.extra.note(load.loaded_tokens)
+            record.extra.loaded = max(record.extra.loaded, load.loaded_tokens)
             if load.has_failed:
                 _correct_vllms_count(record.request, load.loaded_tokens)
         if load.has_failed:
@@ -320,11 +315,11 @@ class SchedulerHalf:
             record.stored_chunks = min(record.stored_chunks, good_chunks)
 
     def reset_cache(self) -> bool:
-        """Drops everything that is stored for this model, on the server as well.
+        """Drops everything that is stored for this model, on the server as well. Earlier hits are
+        void.
 
-        What was promised before is void. Where no server answers this succeeds as well, since the
-        next one is asked for nothing before it is cleared: vLLM, which sleeps and pauses with a
-        reset, must not fail for a cache that is away.
+        Succeeds also if no server answers: the next session clears the namespace before it is used.
+        vLLM resets the cache to sleep and to pause, which must not fail because a server is away.
         """
         if self._does_nothing:
             return True
@@ -336,25 +331,24 @@ class SchedulerHalf:
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What is to be published of the server's cache."""
+        """The events of the server's cache that are due."""
         return self._relay.take() if self._relay is not None else []
 
     def take_stats(self) -> Stats | None:
-        """Counters since the last call."""
         return self._stats.take()
 
     def shutdown(self) -> None:
-        """Ends the session, and with it every lease."""
         self._link.close()
         if self._relay is not None:
             self._relay.close()
 
 
 def _compute_what_cannot_be_loaded(transfer: Any) -> None:
-    """Sets vLLM's policy, which its scheduler reads after our constructor, and says so.
+    """Sets and logs vLLM's policy for failed loads. vLLM's scheduler reads it after our
+    constructor.
 
-    "fail", vLLM's default, ends a request with an error; but a cache may fail without anybody
-    noticing. vLLM's config does not tell a "fail" that was chosen from one that was not.
+    With "fail", vLLM's default, the request ends with an error, which no failure of a cache should
+    cause. vLLM's config does not tell whether the user chose "fail".
     """
     given = transfer.kv_load_failure_policy
     transfer.kv_load_failure_policy = "recompute"
@@ -370,10 +364,10 @@ def _compute_what_cannot_be_loaded(transfer: Any) -> None:
 
 
 def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether blocks given out anew are zeroed before a connector can end the stores that read
-    them, so that only blocks may be stored that are held: those of requests that have ended.
+    """Whether vLLM zeroes blocks that it gives out before a connector can end the stores that read
+    them. Then only blocks of finished requests may be stored, since vLLM holds these.
 
-    vLLM's V2 runner (of 0.32 and 0.33) does so with caches of several precisions: in
+    The V2 runner of vLLM 0.32 and 0.33 does so with caches of several precisions: in
     ``update_requests``, before ``handle_preemptions``.
     """
     zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
@@ -381,12 +375,12 @@ def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConf
 
 
 def _ended_by_itself(request: Request) -> bool:
-    """Not aborted: then the scheduler's count of computed tokens might be ahead of the truth."""
+    """Whether a request was not aborted. For aborted ones vLLM may count too many tokens."""
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
 def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any] | None:
-    """The number of tokens that came from here, under the keys under which it was asked for."""
+    """The number of tokens that came from KVDock, under the keys that asked for it."""
     asked = request.kv_transfer_params
     if not isinstance(asked, Mapping):
         return None
@@ -394,7 +388,7 @@ def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any] | N
 
 
 def _correct_vllms_count(request: Any, loaded_tokens: int) -> None:
-    """vLLM counts as cached what it was promised, also where it was not to be had."""
+    """Corrects vLLM's count of cached tokens, which includes tokens that failed to load."""
     stats = request.prefill_stats
     if stats is not None:
         stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, loaded_tokens)

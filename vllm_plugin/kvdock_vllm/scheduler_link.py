@@ -1,4 +1,4 @@
-"""The scheduler's link to the server: the engine's namespace, registered in each session."""
+"""The scheduler's link to the server. It registers the engine's namespace in each session."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# How long the engine's start and a reset may wait for the server.
+# How long the engine's start, or a reset, waits for the server.
 _START_SECONDS = 3.0
 _RESET_SECONDS = 5.0
 
 
 class SchedulerLink:
-    """Used by the scheduler's thread, except for preparing a session."""
+    """Used by the scheduler's thread, except for :meth:`_prepare_session`."""
 
     def __init__(
         self,
@@ -42,10 +42,7 @@ class SchedulerLink:
         config: Config,
         relay: Relay | None,
     ) -> None:
-        """Connects to nothing yet: see :meth:`describe_workers`.
-
-        ``relay`` follows the server's events, if any are published.
-        """
+        """Does not connect yet: see :meth:`describe_workers`. No ``relay`` without KV events."""
         transfer: Any = vllm_config.kv_transfer_config
         self._vllm_config = vllm_config
         self._strategy = strategy
@@ -53,13 +50,13 @@ class SchedulerLink:
         self._chunk_tokens = config.chunk_tokens
         self.relay = relay
         self._engine_id = str(transfer.engine_id)
-        # The model's files as they are now, which is soon after they were loaded.
+        # Read now, soon after the model was loaded: its files may be replaced later.
         self._model_facts = model_facts(vllm_config)
         self._namespaces: dict[int, Namespace] = {}
         self._workers: dict[int, WorkerDescription] = {}
         self._is_connecting = False
         self._announced: Live[Target] | None = None
-        """The session that the workers know of."""
+        """The session that the workers were told of."""
         self.resets = Resets()
         self._link: Link[Target] = Link(
             "scheduler",
@@ -71,10 +68,9 @@ class SchedulerLink:
         self.breaker = Breaker(self._link, config.lookup_timeout)
 
     def describe_workers(self, descriptions: Iterable[WorkerDescription], at_start: bool) -> None:
-        """Takes workers' descriptions, and connects when all are there.
+        """Takes descriptions of workers, and begins to connect when all workers are described.
 
-        ``at_start`` waits a moment for that, so that the first request finds the cache if there is
-        one.
+        ``at_start`` waits a moment for the connection, so that the first request finds the cache.
         """
         if self._is_connecting:
             return
@@ -92,21 +88,20 @@ class SchedulerLink:
 
     @property
     def current(self) -> Live[Target] | None:
-        """The open session, if there is one."""
         return self._link.current
 
     @property
     def usable(self) -> Live[Target] | None:
-        """The open session, if what the server has may be used now."""
+        """The open session. None too while stores from before a reset are under way."""
         return None if self.resets.await_stores else self.current
 
     @property
     def has_news(self) -> bool:
-        """The workers do not know yet which namespace they will need."""
+        """Whether :meth:`take_news` has something to tell."""
         return self.current not in (None, self._announced)
 
     def take_news(self) -> Target | None:
-        """What the workers do not know yet, and are told now."""
+        """The target of a new session, once."""
         live = self.current
         if live is None or live is self._announced:
             return None
@@ -114,9 +109,9 @@ class SchedulerLink:
         return live.prepared
 
     def reset(self, under_way: Iterable[int]) -> None:
-        """Has the server drop everything of this model; ``under_way`` are the stores that are.
+        """Has the server clear the namespace. ``under_way`` are the job_ids of stores under way.
 
-        Where no server answers, that happens before the next one is used.
+        If no server answers now, the namespace is cleared before the next session is used.
         """
         self.resets.begin(under_way)
         if self.relay is not None:
@@ -128,12 +123,12 @@ class SchedulerLink:
             )
 
     def note_end(self, job_id: int) -> None:
-        """A store has ended. If it was the last from before a reset, what it stored goes too."""
+        """Notes the end of a store. After the last one from before a reset, clears again."""
         if self.resets.note_end(job_id):
             self._link.renew(0)
 
     def close(self) -> None:
-        """Ends the session, and with it every lease."""
+        """Ends the session, and with it all leases."""
         self._link.close()
 
     def _open_session(self, client: Client, on_lost: Callable[[str], None]) -> Session:

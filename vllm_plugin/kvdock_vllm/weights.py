@@ -1,4 +1,4 @@
-"""Which weights an engine has: what a checkpoint or an adapter is known by.
+"""The identity of an engine's weights: of a checkpoint, or of an adapter.
 
 Their files are too large to be read whole.
 """
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
-# vLLM's loaders that read a model's own files. Others make weights up or have them from elsewhere.
+# vLLM's loaders that read a model's own files. Others make weights up, or get them elsewhere.
 _FILE_FORMATS = (
     "auto",
     "hf",
@@ -38,7 +38,7 @@ _FILE_FORMATS = (
     "bitsandbytes",
 )
 
-# Where samples are taken, modulo the size of all files, and how much.
+# Where samples are taken (modulo the size of all files together), and their length.
 _PLACES = tuple(int.from_bytes(hashlib.sha256(b"%d" % n).digest()[:8]) for n in range(256))
 _SAMPLE_BYTES = 64
 
@@ -46,17 +46,17 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def checkpoint(model: ModelConfig, load: LoadConfig) -> list[str]:
-    """Identity of a model's weights: a repository and commit, or the files of a local folder.
+    """The identity of a model's weights: a repository and commit, or the files of a local folder.
 
-    Where that says nothing of the weights (made up, streamed from elsewhere, in files of a kind
-    that is not known here, of no known commit) they are no other engine's.
+    Weights can be unknown: made up, streamed from elsewhere, in files of an unknown kind, or of an
+    unknown commit. Then the identity is this engine's alone (:func:`of_this_engine`).
     """
     name = str(model.model)
     path = Path(name)
     why = _why_unknown(path, model, load)
     if why is None and path.exists():
         return ["files", files_digest(path)]
-    if why is None and (commit := commit_of(model, load)) is not None:
+    if why is None and (commit := _commit_of(model, load)) is not None:
         return ["repository", name, commit]
     _log.warning(
         "what this engine caches is for itself alone, also after its next start: the weights of "
@@ -68,7 +68,7 @@ def checkpoint(model: ModelConfig, load: LoadConfig) -> list[str]:
 
 
 def of_this_engine() -> list[str]:
-    """An identity that nothing else has, and that is another one with each call."""
+    """An identity that nothing else has. It differs with each call."""
     return ["of this engine", secrets.token_hex(16)]
 
 
@@ -77,18 +77,14 @@ def _why_unknown(path: Path, model: Any, load: LoadConfig) -> str | None:
         return "are made up (load_format is dummy)"
     if load.load_format not in _FILE_FORMATS or bool(getattr(model, "model_weights", None)):
         return f"are streamed from elsewhere (load_format is {load.load_format})"
-    if path.exists() and not _has_weights(path):
+    if path.is_dir() and not any(file.suffix in _SUFFIXES for file in path.iterdir()):
         return f"are in files of kinds that are not known here ({', '.join(_SUFFIXES)} are)"
     return None
 
 
-def _has_weights(path: Path) -> bool:
-    return path.is_file() or any(file.suffix in _SUFFIXES for file in path.iterdir())
-
-
-def commit_of(model: ModelConfig, load: LoadConfig) -> str | None:
-    """The commit of a repository's weights: the revision asked for, what the configuration came
-    with, or what the hub's local copy is of. None if nobody says.
+def _commit_of(model: ModelConfig, load: LoadConfig) -> str | None:
+    """The commit of a repository's weights, or None if nothing tells it. It is the revision asked
+    for, the commit of the configuration, or the commit of the hub's local copy.
     """
     from vllm import envs
 
@@ -96,22 +92,21 @@ def commit_of(model: ModelConfig, load: LoadConfig) -> str | None:
     revision = getattr(anything, "revision", None)
     if revision and _COMMIT.fullmatch(revision):
         return str(revision)
-    # The configuration may be another repository's.
-    if not getattr(anything, "hf_config_path", None):
-        commit = getattr(anything.hf_config, "_commit_hash", None)
-        if commit:
-            return str(commit)
+    # With ``hf_config_path`` the configuration is of another repository.
+    commit = getattr(anything.hf_config, "_commit_hash", None)
+    if commit and not getattr(anything, "hf_config_path", None):
+        return str(commit)
     if envs.VLLM_USE_MODELSCOPE:
-        return None  # whose repositories are others, perhaps of the same name
-    # GGUF repositories are named with a file or a quantization behind them.
+        return None  # ModelScope may have another repository of the same name
+    # The name of a GGUF repository is followed by a file or a quantization.
     repository = "/".join(str(anything.model).split(":")[0].split("/")[:2])
     folder = _hub_folder(repository, revision, getattr(load, "download_dir", None))
     return folder.name if folder is not None else None
 
 
 def local_folder(path: str) -> Path | None:
-    """Where vLLM finds an adapter (vllm/lora/utils.py): a folder, perhaps under ~, or a repository
-    of Hugging Face's hub in its local copy. None if neither is there.
+    """The folder where vLLM finds an adapter (vllm/lora/utils.py), or None if it is not here.
+    ``path`` is a folder, perhaps under ~, or a repository in the local copy of Hugging Face's hub.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -122,7 +117,7 @@ def local_folder(path: str) -> Path | None:
 def _hub_folder(
     repository: str, revision: str | None = None, cache: str | None = None
 ) -> Path | None:
-    """A repository in the hub's local copy: a folder that is named after the commit."""
+    """A repository's folder in the hub's local copy, named after the commit; None if absent."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -135,13 +130,14 @@ def _hub_folder(
 
 
 def files_digest(path: Path) -> str:
-    """Identity of a checkpoint's or adapter's files, wherever they are and whatever ``path`` is
-    called.
+    """The identity of a checkpoint's or adapter's files, independent of what ``path`` is called.
 
-    In a folder their names; sizes and times of change: what is written anew is something else. And
-    samples of their bytes, since images and archives may give all files one time. What an adapter
-    applies to enters with its text; a model's own configuration enters the namespace as vLLM has
-    read it.
+    It commits to the files' names in their folder, their sizes and times of change: a file that is
+    written anew gets another identity. It also commits to samples of their bytes, since images and
+    archives may give all files one time.
+
+    ``adapter_config.json`` enters with its whole text, since it says to what an adapter applies. A
+    model's own configuration enters the namespace as vLLM has read it.
     """
     digest = hashlib.sha256()
     found: list[tuple[Path, int]] = []
@@ -159,10 +155,10 @@ def files_digest(path: Path) -> str:
 
 
 def _samples(files: Sequence[tuple[Path, int]]) -> Iterator[bytes]:
-    """Bytes of files of these sizes, from places that are the same ones for the same sizes.
+    """Bytes of the files, whose sizes are given. Files of the same sizes are read at the same
+    places.
 
-    There are enough samples that two checkpoints of which a twentieth differs have equal ones in
-    two cases of a million.
+    Two checkpoints of which a twentieth differs have equal samples in two cases of a million.
     """
     total = sum(size for _, size in files)
     places = sorted(place % total for place in _PLACES) if total else []
@@ -177,12 +173,10 @@ def _samples(files: Sequence[tuple[Path, int]]) -> Iterator[bytes]:
 
 
 def last_change(path: Path) -> float:
-    """When the latest of a folder's files was written or put there, or the folder itself or a link
-    on the way to it was, in seconds since 1970.
-    """
+    """Latest change of a folder, its files, or a link on the way to it; seconds since 1970."""
     found = [file.stat() for file in (path, *path.iterdir())]
     found += [link.lstat() for link in _links(path.absolute())]
-    # The hub's names for commits stand beside its folders of them.
+    # In the hub's local copy the names of commits are beside the folders of commits.
     snapshots = path.resolve().parent
     if snapshots.name == "snapshots":
         found += [file.stat() for file in (snapshots.parent / "refs").rglob("*")]
@@ -190,7 +184,7 @@ def last_change(path: Path) -> float:
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """The symbolic links by which a path is found."""
+    """The symbolic links on the way to a path."""
     for part in (path, *path.parents):
         if part.is_symlink():
             yield part
@@ -198,5 +192,5 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 def canonical(value: object) -> bytes:
-    """Equal for equal values, in every process."""
+    """The same bytes for equal values, in every process."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

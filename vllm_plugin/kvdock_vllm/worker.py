@@ -1,8 +1,8 @@
-"""The half of the connector in a worker: moves bytes between the engine's blocks and the pool.
+"""The half of the connector in a worker. It moves bytes between the engine's blocks and the pool.
 
-Everything that may take time runs on background threads, loads (load_jobs.py) apart from stores
-(store_jobs.py), so that a load never waits behind stores. The engine's thread only hands over work
-and collects what is finished.
+What may take time runs on background threads. Loads (load_jobs.py) and stores (store_jobs.py) have
+their own threads, so a load never waits behind stores. The engine's thread only hands over work and
+collects what is finished.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# In a step without computation an engine has nothing to do but to wait for loads, where nobody else
-# waits for its steps. It looks for new requests so often.
+# A lone engine that computes nothing waits for loads. It looks for new requests this often.
 _IDLE_WAIT_SECONDS = 0.005
-# vLLM takes note of an ended load when one more step is done; of several workers one may have told
-# of it a step before the last.
+# vLLM acts on an ended load one step later. One of several workers may have reported the load a
+# step before the last worker.
 _NEWS_STEPS = 2
 
 
@@ -52,7 +51,7 @@ class WorkerHalf:
         shapes: Sequence[GroupShape],
         config: Config,
     ) -> None:
-        """Connects to nothing yet: see :meth:`register_kv_caches`.
+        """Does not connect yet: see :meth:`register_kv_caches`.
 
         Raises ValueError for what is not supported.
         """
@@ -73,15 +72,15 @@ class WorkerHalf:
         self._mode_changes: SimpleQueue[tuple[TransferMode, int]] = SimpleQueue()
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.steps_alone else 0.0
         self._steps_with_news = 0
-        """Still to be done before vLLM has taken note of loads that have ended."""
+        """Steps until vLLM has acted on loads that have ended."""
 
     # -- start ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the tensors and begins to connect.
 
-        Raises UnsupportedLayoutError if they are not what the specs say, ValueError if they are on
-        devices of a kind that is not supported.
+        Raises UnsupportedLayoutError if a tensor is not what its spec says, ValueError for a wrong
+        device.
         """
         self._kv_caches = kv_caches
         layouts = tuple(
@@ -109,24 +108,24 @@ class WorkerHalf:
             self._link.start()
 
     def _with_kernels(self, pages: Sequence[str]) -> tuple[str, ...]:
-        """Adds who reads a layer's pages: kernels put different things into one shape."""
+        """Adds the kernels of its layer to each page: they decide what is in the page."""
         layers: Mapping[str, Any] = self._vllm_config.compilation_config.static_forward_context
         return tuple(f"{page}:{_kernel(layers.get(page.split(':', 1)[0]))}" for page in pages)
 
     # -- steps ----------------------------------------------------------------------------------
 
     def handle_preemptions(self, metadata: StepMetadata) -> None:
-        """Ends the stores that read blocks into which others write in this step.
+        """Ends the stores that read blocks to which this step writes.
 
-        Called in every step, first of all. So it also begins stores of the step before that nobody
-        has begun: with speculative decoding vLLM's V1 runner calls wait_for_save in the last
-        pipeline stage only.
+        vLLM calls this first in every step. So it also begins the stores of the step before that
+        are not begun: with speculative decoding vLLM's V1 runner calls wait_for_save only in the
+        last pipeline stage.
         """
         self._stores.begin()
         self._stores.make_way(metadata.overwritten)
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Notes what there is to do, before anything of it is done or asked for."""
+        """Notes the step's work, before any of it is done or asked for."""
         if metadata.news is not None:
             self._loads.expect(metadata.news)
         for spec in metadata.stores:
@@ -137,47 +136,50 @@ class WorkerHalf:
         self._stores.hold(metadata.finished)
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Hands the step's loads to the background."""
         for spec in metadata.loads:
             self._loads.begin(spec)
 
     def start_stores(self) -> None:
-        """Hands the stores noted so far to the background. Their blocks must have been computed."""
+        """Hands the noted stores to the background. Their blocks must have been computed."""
         self._stores.begin()
 
     def get_finished(self, metadata: StepMetadata | None) -> tuple[set[str], set[str]]:
-        """Requests whose stores are done (of those that vLLM holds), and whose loads are.
+        """Requests whose stores have ended (of those whose blocks vLLM holds) and whose loads have,
+        each once.
 
-        Each once. What a load could not fill is told by :meth:`take_failed_blocks` and
-        :meth:`take_failed_loads`, which are asked after this, in the same step.
+        :meth:`take_failed_blocks` and :meth:`take_failed_loads` must follow in the same step.
         """
         idle = metadata is not None and not metadata.has_forward
         if idle:
-            # Some versions of vLLM do not call wait_for_save in a step without forward pass.
+            # Some versions of vLLM skip wait_for_save in a step without computation.
             self._stores.begin()
         if metadata is not None and metadata.has_waiting:
             self._stores.free_held()
         may_wait = idle and self._loads.under_way and not self._steps_with_news
-        self._collect(self._idle_wait if may_wait else 0)
+        something_ended = self._link.something_ended
+        if may_wait and self._idle_wait:
+            something_ended.wait(self._idle_wait)
+        something_ended.clear()
+        self._loads.report(self._outcomes)
+        self._stores.report(self._outcomes)
         loaded, self._outcomes.loaded = self._outcomes.loaded, set()
         self._steps_with_news = _NEWS_STEPS if loaded else max(0, self._steps_with_news - 1)
         return self._stores.take_read(), loaded
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that were to be loaded and were not, since the last call.
-
-        Of models with one group; several may have blocks of one id.
+        """Blocks that a load did not fill, since the last call. Only for models of one group: of
+        several, each may have a block of that id.
         """
         failed, self._outcomes.failed_blocks = self._outcomes.failed_blocks, set()
         return failed
 
     def take_failed_loads(self) -> set[str]:
-        """Requests of models with several groups whose loads failed, since the last call."""
+        """Requests whose load failed as a whole, since the last call."""
         failed, self._outcomes.failed_loads = self._outcomes.failed_loads, set()
         return failed
 
     def take_report(self) -> WorkerReport | None:
-        """What became of stores, since the last call; and once, who this worker is."""
+        """What became of stores since the last call. The first report also describes the worker."""
         report = WorkerReport(self._outcomes.stores)
         if not self._has_told_description and self.description is not None:
             self._has_told_description = True
@@ -186,7 +188,6 @@ class WorkerHalf:
         return report if report.stores or report.descriptions else None
 
     def take_stats(self) -> Stats | None:
-        """Counters since the last call."""
         stats = Stats()
         for name, amount in self._outcomes.counts.items():
             stats.add(name, amount)
@@ -197,19 +198,10 @@ class WorkerHalf:
         return stats.take()
 
     def shutdown(self) -> None:
-        """Lets stores finish that take a moment, gives up the rest, and ends the session."""
+        """Lets stores finish that take a moment, gives up the others, and ends the session."""
         self._stores.close()
         self._loads.close()
         self._link.close()
-
-    def _collect(self, seconds: float) -> None:
-        """Takes over what the background threads have finished, and waits so long for the first."""
-        something_ended = self._link.something_ended
-        if seconds:
-            something_ended.wait(seconds)
-        something_ended.clear()
-        self._loads.report(self._outcomes)
-        self._stores.report(self._outcomes)
 
 
 def _choose_transfers(
@@ -220,7 +212,7 @@ def _choose_transfers(
     wanted: TransferMode,
     count_workers: CountWorkers,
 ) -> Transfers:
-    """The way for the bytes of these tensors. Raises ValueError if there is none."""
+    """How these tensors are copied. Raises ValueError if they cannot be."""
     devices = {tensor.device for tensor in kv_caches.values()}
     kinds = {device.type for device in devices}
     if kinds == {"cpu"}:
@@ -237,6 +229,6 @@ def _choose_transfers(
 
 
 def _kernel(layer: Any) -> str:
-    """Which kernels, and on a CPU which instructions of it, use a layer's pages."""
+    """Names the kernels that use a layer's pages, and on a CPU their instruction set."""
     backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else "?"
     return f"{backend},{getattr(layer, 'isa', '')}"

@@ -1,9 +1,9 @@
 """Which processors background threads may use.
 
-vLLM's CPU backend pins the threads that compute, among them the main thread, to one processor
-each; whatever the main thread starts afterwards inherits that. A copy thread would then take turns
-with the engine on one processor while others idle. So the process's processors are remembered
-before vLLM pins anything, and background threads go back to them.
+vLLM's CPU backend pins each computing thread to one processor, the main thread too, and threads
+that the main thread starts later inherit its processor. A copy thread would share it with the
+engine while other processors idle. So the process's processors are noted before vLLM pins anything,
+and background threads return to them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _allowed: set[int] | None = None
 
 
 def remember() -> None:
-    """Notes the processors of the calling thread. The first call counts."""
+    """Notes the processors of the calling thread. Only the first call counts."""
     global _allowed
     if _allowed is None and hasattr(os, "sched_getaffinity"):
         _allowed = os.sched_getaffinity(0)
 
 
 def restore() -> None:
-    """Gives the calling thread the processors noted, if any were and the system allows it."""
+    """Gives the calling thread the noted processors, if there are any and the system allows it."""
     if _allowed is None:
         return
     try:

@@ -16,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class Autostart:
-    """Starts a server once for each time that none was found. Used by one thread."""
+    """Starts a server when none is found. Used by one thread."""
 
     def __init__(self, address: Address) -> None:
-        """``address``: where the server shall listen. Raises ValueError if not on this host."""
+        """``address`` is where the server shall listen. Raises ValueError if it is another host."""
         if not address.is_local:
             raise ValueError(
                 f"kvdock.autostart cannot start a server at {address}, which is another host: "
@@ -29,10 +29,10 @@ class Autostart:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts a server unless the one started last is still there, perhaps getting ready.
+        """Starts a server, unless the last one started still runs, perhaps getting ready.
 
-        It gets its settings from ``KVDOCK_…`` variables and writes to ``kvdock.log`` beside its
-        socket. If another engine starts one at the same time, the second ends by itself.
+        Its settings come from ``KVDOCK_…`` variables, and it writes to ``kvdock.log`` beside its
+        socket. If another engine starts one at the same time, the second server ends by itself.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -64,8 +64,8 @@ class Autostart:
 
 
 def _own_file(path: Path) -> IO[bytes]:
-    """The file, to append to. Raises OSError if somebody else may have put it there."""
-    # Without O_NONBLOCK a pipe in its place would make us wait.
+    """Opens the file to append. Raises OSError if another user may have put it there."""
+    # Without O_NONBLOCK this would wait if the path were a pipe.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.fdopen(os.open(path, flags, 0o600), "ab")
     try:

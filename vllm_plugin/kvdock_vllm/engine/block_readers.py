@@ -1,8 +1,8 @@
-"""Which stores of a worker read the engine's blocks, and how who needs the blocks ends that.
+"""Which stores of a worker read the engine's blocks, and how others wait for the end of reading.
 
-A store asks the server for memory, copies, and has the server seal what was copied. It reads blocks
-only while it copies. So who gives its blocks to others waits for its copy, and for the server no
-longer than a copy would have to wait for its turn: one that stands still holds nobody up.
+A store reserves memory on the server, copies, and commits. It reads blocks only while it copies. So
+whoever gives a store's blocks away waits for its copy, and for the server only as long as the copy
+might wait for its turn. A server that stands still holds nobody up.
 """
 
 from __future__ import annotations
@@ -16,41 +16,39 @@ from dataclasses import dataclass
 
 from kvdock_vllm.engine.copier import CopyStoppedError
 
-# A server that has not answered for so long is not waited for.
+# If the server has not answered for this long, nobody waits for it.
 _ANSWER_SECONDS = 0.25
 
 
 @dataclass(eq=False, slots=True)
 class BlockReader:
-    """One store, as far as it reads blocks. What changes is changed by :class:`BlockReaders`."""
+    """One store as a reader of blocks. Only :class:`BlockReaders` changes it."""
 
     reads: bool = False
-    """It copies blocks now."""
+    """It is copying its blocks."""
     given_up: bool = False
-    """Its blocks are not its own any more: it must begin no copy, and what it copies must not
-    become visible."""
+    """Its blocks are no longer its own. It must not begin to copy, nor commit what it copies."""
     ended: bool = False
 
     @property
     def has_let_go(self) -> bool:
-        """It reads its blocks no more, and never will."""
+        """It does not read its blocks, and never will again."""
         return self.ended or (self.given_up and not self.reads)
 
 
 class BlockReaders:
-    """The stores of one thread, which does one at a time, and those that wait for their turn.
-
-    The thread tells what it does; another one waits and gives up.
+    """The stores of one thread, of which it does one at a time. The thread tells what it does; the
+    engine's thread waits and gives up.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._current: BlockReader | None = None
         self._since = 0.0
-        """When the thread began with the current store, or began or ended to copy."""
+        """When the thread began the current store, or began or ended to copy."""
 
     def begin(self, reader: BlockReader) -> None:
-        """The thread is at this store now."""
+        """The thread begins a store."""
         with self._changed:
             self._current = reader
             self._since = time.monotonic()
@@ -60,7 +58,7 @@ class BlockReaders:
     def reading(self, reader: BlockReader) -> Iterator[None]:
         """While the thread, or the server for it, reads the store's blocks.
 
-        Raises CopyStoppedError if the store was given up before.
+        Raises CopyStoppedError if the store was given up.
         """
         with self._changed:
             if reader.given_up:
@@ -75,7 +73,7 @@ class BlockReaders:
                 self._changed.notify_all()
 
     def end(self, reader: BlockReader) -> None:
-        """Nothing more is done for this store."""
+        """The store has ended."""
         with self._changed:
             reader.ended = True
             if self._current is reader:
@@ -83,20 +81,20 @@ class BlockReaders:
             self._changed.notify_all()
 
     def give_up(self, reader: BlockReader) -> None:
-        """The store may read no more. What it reads just now is to be waited for."""
+        """The store may not begin to read. A copy under way must still be waited for."""
         with self._changed:
             reader.given_up = True
 
     @property
     def is_late(self) -> bool:
-        """The server has kept the thread waiting for too long."""
+        """Whether the server has kept the thread waiting for too long."""
         with self._changed:
             return time.monotonic() >= self._late_at()
 
     def wait(self, readers: Sequence[BlockReader], seconds: float) -> bool:
-        """True as soon as all these stores have let go of their blocks.
+        """Waits until all these stores have let go of their blocks.
 
-        False after that time, or when the server :attr:`is_late`.
+        False if that takes longer than ``seconds``, or the server :attr:`is_late`.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -108,7 +106,7 @@ class BlockReaders:
         return True
 
     def _late_at(self) -> float:
-        """When the server is late, if nothing happens until then. Under the lock."""
+        """When the server will be late if nothing happens. Called under the lock."""
         if self._current is None or self._current.reads:
             return math.inf
         return self._since + _ANSWER_SECONDS

@@ -1,7 +1,7 @@
 """Spares callers the wait for a server that does not answer in time.
 
-Who is spared does not find out that the server answers again. So this asks it all the time, with
-heartbeats, for which nobody waits.
+Callers that are spared would not notice that the server answers again. So the breaker asks the
+server by heartbeats, for which nobody waits.
 """
 
 from __future__ import annotations
@@ -14,46 +14,41 @@ from typing import Any
 from kvdock.v1 import session_pb2
 from kvdock_vllm.engine.link import Link
 
+_FIRST_SECONDS = 0.5
+_LONGEST_SECONDS = 5.0
+
 
 class Breaker:
-    """Open from an answer that did not come in time until the server answers a heartbeat in time.
+    """Opens when an answer is late, and closes when the server answers a heartbeat in time. Any
+    thread.
 
-    Heartbeats go the way of other requests on the session, one at a time, so that they take as long
-    as what is before them. Where they are answered and the next question is not, it also stays open
-    for a while, twice as long after each further failure, up to a limit. Any thread.
+    Heartbeats go the way of other requests on the session, one at a time, so they take as long as
+    the requests before them. If a heartbeat is answered and the next question is not, the breaker
+    also stays open for a while: twice as long after each further failure, up to a limit.
     """
 
-    def __init__(
-        self,
-        link: Link[Any],
-        answer_seconds: float,
-        *,
-        first_seconds: float = 0.5,
-        longest_seconds: float = 5.0,
-    ) -> None:
-        """``answer_seconds`` is what "in time" means for a heartbeat on the link's session."""
+    def __init__(self, link: Link[Any], answer_seconds: float) -> None:
+        """A heartbeat on the link's session is in time within ``answer_seconds``."""
         self._link = link
         self._answer_seconds = answer_seconds
-        self._first_seconds = first_seconds
-        self._longest_seconds = longest_seconds
-        # Reentrant: a session that is over answers within the call that asks it.
+        # Reentrant: a session that is over answers within the call that sends the heartbeat.
         self._lock = threading.RLock()
         self._heartbeat: Future[Any] | None = None
         self._failed_at = 0.0
         self._pause = 0.0
-        """Seconds for which the next failure opens it at least; 0 after an answer to a question."""
+        """How long the next failure opens the breaker at least; 0 after an answer."""
         self._open_until = 0.0
 
     @property
     def is_open(self) -> bool:
-        """True: do not even try."""
+        """Whether callers should not even ask."""
         return self._heartbeat is not None or time.monotonic() < self._open_until
 
     def failed(self, asked_at: float) -> bool:
-        """Notes that a question of that time, as of ``time.monotonic``, was not answered in time.
-        True for the first since the last answer.
+        """Notes that a question was not answered in time. ``asked_at`` is its time.monotonic().
+        True for the first failure since the last answer.
 
-        One event may catch many questions: those asked before the last failure tell nothing new.
+        One outage may catch many questions. Those asked before the last failure tell nothing new.
         """
         with self._lock:
             if asked_at <= self._failed_at:
@@ -61,12 +56,12 @@ class Breaker:
             is_first = not self._pause
             self._failed_at = time.monotonic()
             self._open_until = self._failed_at + self._pause
-            self._pause = min(max(2 * self._pause, self._first_seconds), self._longest_seconds)
+            self._pause = min(max(2 * self._pause, _FIRST_SECONDS), _LONGEST_SECONDS)
             self._ask()
             return is_first
 
     def succeeded(self) -> bool:
-        """Notes the answer to a question. True if one before had not come."""
+        """Notes an answer. True if an earlier question had failed."""
         with self._lock:
             recovered = self._pause > 0
             self._pause = 0.0
@@ -75,7 +70,7 @@ class Breaker:
             return recovered
 
     def _ask(self) -> None:
-        """Sends a heartbeat. Without session there is nothing to ask: the next one is an answer."""
+        """Sends a heartbeat. Without session there is nobody to ask: the next one is an answer."""
         live = self._link.current
         if live is None:
             self._heartbeat = None

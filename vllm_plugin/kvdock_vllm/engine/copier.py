@@ -1,12 +1,12 @@
 """Copies between an engine's blocks and the host pool, in this process's memory.
 
-Each copy is a NumPy assignment between two strided views. It runs without the interpreter's lock
-from beginning to end, so the engine goes on meanwhile; one call a page would instead ask for the
-lock again after every page, against an engine that may hold it for milliseconds. Hence as few and
-as large calls as the addresses allow: consecutive blocks and evenly spaced layers go together.
+Each copy is a NumPy assignment between two strided views. It holds no interpreter lock, so the
+engine goes on meanwhile. One call per page would ask for the lock again after every page, and an
+engine may hold the lock for milliseconds. So the calls are as few and as large as the addresses
+allow: consecutive blocks and evenly spaced layers go together.
 
-After each piece the processor is offered to others. Else whoever is woken on it, the server too,
-waits until the kernel takes it away, which takes it some milliseconds.
+After each piece the thread yields the processor. Otherwise a process woken on it, the server for
+one, waits some milliseconds until the kernel takes the processor away.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 Stop = Callable[[], bool]
-"""A copy is given up when this is true."""
+"""A copy is given up when this returns true."""
 
-# A copy that was given up goes on to the end of its piece: a fraction of a millisecond.
+# A copy that is given up still ends its piece, in a fraction of a millisecond.
 _PIECE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Regions of one size at one distance from each other: one axis of a copy."""
+    """Evenly spaced regions of one size: one axis of a copy."""
 
     first: Region
     pitch: int
     """Bytes from region to region."""
     count: int
     column: int
-    """Where they begin in a block on the host."""
+    """Where the regions begin in a block on the host."""
 
 
 def stacks(regions: Sequence[Region]) -> list[Stack]:
-    """Joins neighbouring regions as far as they are evenly spaced."""
+    """Joins neighbouring regions that are evenly spaced."""
     found: list[Stack] = []
     column = 0
     for region in regions:
@@ -70,7 +70,7 @@ def _join(stack: Stack, region: Region) -> Stack | None:
 
 
 def runs(block_ids: Sequence[int], longest: int) -> Iterator[tuple[int, int, int]]:
-    """Parts of ``block_ids`` in which ids are consecutive: (index, first id, how many)."""
+    """Parts of consecutive ids, each of at most ``longest``: (index, first id, how many)."""
     start = 0
     for index in range(1, len(block_ids) + 1):
         broken = index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1
@@ -84,14 +84,14 @@ class CopyStoppedError(Exception):
 
 
 class HostBlocks(NamedTuple):
-    """Blocks, and the bytes on the host that are theirs, one block after the other."""
+    """Blocks, and their bytes on the host, one block after the other."""
 
     block_ids: Sequence[int]
     host: Bytes
 
 
 def check_blocks(part: HostBlocks, layout: GroupLayout) -> None:
-    """Raises ValueError if a block does not exist or the host's bytes are not as many."""
+    """Raises ValueError if a block does not exist, or the host's bytes are too many or too few."""
     block_ids, nbytes = part.block_ids, len(part.block_ids) * layout.block_bytes
     if len(part.host) != nbytes:
         raise ValueError(
@@ -117,21 +117,20 @@ class Copier:
     def gather(self, parts: Sequence[HostBlocks], stop: Stop) -> None:
         """Copies blocks to the host.
 
-        Raises CopyStoppedError as soon as ``stop()`` is true, ValueError if a block does not exist
-        or the host's bytes are not as many.
+        Raises CopyStoppedError as soon as ``stop()`` is true, and what :func:`check_blocks` raises.
         """
         for blocks, host in self._pieces(parts, stop):
             np.copyto(host, blocks)
             os.sched_yield()
 
     def scatter(self, parts: Sequence[HostBlocks], stop: Stop) -> None:
-        """The way back. Arguments and errors are those of :meth:`gather`."""
+        """Copies blocks from the host, like :meth:`gather`."""
         for blocks, host in self._pieces(parts, stop):
             np.copyto(blocks, host)
             os.sched_yield()
 
     def _pieces(self, parts: Sequence[HostBlocks], stop: Stop) -> Iterator[tuple[Bytes, Bytes]]:
-        """Views of equal shape (blocks, regions, bytes): in the engine, and on the host."""
+        """Views of one shape (blocks, regions, bytes): of the engine, and of the host."""
         for part in parts:
             check_blocks(part, self._layout)
             rows = part.host.reshape(len(part.block_ids), self._layout.block_bytes)

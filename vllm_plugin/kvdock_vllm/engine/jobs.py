@@ -1,4 +1,4 @@
-"""What loads and stores of a worker have in common: the work, and what came of it."""
+"""What the loads and stores of a worker have in common."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Outcomes:
-    """What became of jobs, until the engine asks for it."""
+    """What became of jobs, until the engine asks."""
 
     loaded: set[str] = field(default_factory=set)
-    """Requests whose loads have ended."""
+    """Requests whose load has ended."""
     failed_blocks: set[int] = field(default_factory=set)
     failed_loads: set[str] = field(default_factory=set)
     stores: dict[int, StoreOutcome] = field(default_factory=dict)
@@ -34,15 +34,13 @@ class Outcomes:
     counts: dict[str, float] = field(default_factory=lambda: defaultdict(int))
 
     def count(self, counts: Mapping[str, float]) -> None:
-        """Adds these."""
         for name, amount in counts.items():
             self.counts[name] += amount
 
 
 class Job(ABC):
-    """One load or one store. The engine's thread begins and reports it, another one runs it.
-
-    It always ends, because the engine waits for that.
+    """One load or one store. The engine's thread begins and reports it, a background thread runs
+    it. It always ends, because the engine waits for its end.
     """
 
     verb: ClassVar[str]
@@ -50,15 +48,14 @@ class Job(ABC):
     def __init__(self, request_id: str, link: WorkerLink) -> None:
         self.request_id = request_id
         self.ended = False
-        """Nothing more is done for it."""
         self._link = link
         self._ready = Mark()
-        """What the engine had queued before."""
+        """What the engine had queued before the job."""
         self._future: Future[None] | None = None
         self._counts: dict[str, float] = defaultdict(int)
 
     def begin(self, threads: ThreadPoolExecutor) -> None:
-        """Has one of these threads run it. Where that fails it has ended."""
+        """Has one of the threads run the job. If that fails, the job ends."""
         try:
             self._ready = self._link.transfers.mark()
             self._future = threads.submit(self.run)
@@ -67,12 +64,12 @@ class Job(ABC):
             self.end()
 
     def withdraw(self) -> None:
-        """Ends it if no thread has begun it."""
+        """Ends the job if no thread has begun it."""
         if not self.ended and self._future is not None and self._future.cancel():
             self.end()
 
     def run(self) -> None:
-        """Does the work, and ends whatever happens."""
+        """Does the work. The job has ended afterwards, whatever happens."""
         asked_at = time.monotonic()
         try:
             self._work()
@@ -87,17 +84,17 @@ class Job(ABC):
             self.end()
 
     def end(self) -> None:
-        """Nothing more is done for it. On any thread."""
+        """Marks the job as ended. On any thread."""
         self.ended = True
         self._link.something_ended.set()
 
     @abstractmethod
     def report(self, outcomes: Outcomes) -> None:
-        """Adds what became of it, once it has ended."""
+        """Adds the outcome of the job, which has ended."""
 
     @abstractmethod
     def _work(self) -> None:
-        """Copies. Raises KVDockError, or CopyStoppedError."""
+        """Copies. Raises KVDockError or CopyStoppedError."""
 
     def _fail(self, error: KVDockError, asked_at: float) -> None:
         if isinstance(error, DeadlineExceeded) and self._link.breaker.failed(asked_at):
@@ -106,5 +103,5 @@ class Job(ABC):
 
 
 def background_threads(name: str, count: int) -> ThreadPoolExecutor:
-    """Threads for jobs, which the engine's own do not hold up."""
+    """Makes threads for jobs, which may use processors that the engine's own threads do not."""
     return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=affinity.restore)

@@ -1,9 +1,9 @@
-"""Where the blocks of a group lie, as byte regions.
+"""Where the blocks of a group are, as byte regions.
 
-The piece of block b in a region begins at ``address + b * block_stride``. The host keeps a block as
-its regions one after the other. That order depends on the order of dimensions *inside* a page,
-which goes into the namespace, and not on how layers and blocks lie around it: engines that differ
-only in the latter share.
+Block b's piece in a region begins at ``address + b * block_stride``. The host keeps a block as its
+regions one after the other. So the host's order depends on the order of dimensions *inside* a page,
+which the namespace commits to. It does not depend on the order of layers and blocks around a page:
+engines that differ only there share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 class UnsupportedLayoutError(ValueError):
-    """The model's KV cache has a form that is not supported; the message names it."""
+    """The layout of the model's KV cache is not supported. The message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Where the blocks of one group lie in this process, and in which order the host keeps them."""
+    """Where the blocks of one group are in this process, and in which order the host keeps them."""
 
     num_blocks: int
     regions: tuple[Region, ...]
     pages: tuple[str, ...]
-    """For each layer its name, bytes a page, element type and order of dimensions."""
+    """For each layer: its name, bytes a page, element type and order of dimensions."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all of its regions."""
+        """Bytes of one block over all its regions."""
         return sum(region.page_bytes for region in self.regions)

@@ -1,11 +1,11 @@
 """A supervised connection: there is a session or there is none, and nobody waits to find out.
 
-A thread opens the session, prepares it, waits for its end and begins again. What was promised under
-one session is void under the next, so a session and what was prepared for it are published
-together, as one immutable :class:`Live`; holders compare it by identity.
+A thread opens the session, prepares it, waits for its end, and begins again. Promises of one
+session are void in the next. So a session and what was prepared for it are published together, as
+one immutable :class:`Live`, which holders compare by identity.
 
-Somebody who can do without cache never waits for this thread. It says once that the server is gone,
-and once that it is back.
+An engine that can do without cache never waits for this thread. The thread logs once that the
+server is gone, and once that it is back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -59,9 +60,10 @@ class Link(Generic[Prepared]):
         autostart: Autostart | None = None,
     ) -> None:
         """``name`` is for messages. ``open_session(client, on_lost)`` and ``prepare(client,
-        session)`` run on the link's thread, may take some seconds, and fail with a KVDockError, or
-        with ValueError if another attempt would fail as well: the link then gives up.
-        ``before_close(session)`` runs there too, and ends what still uses the session's memory.
+        session)`` run on the link's thread and may take some seconds. A KVDockError of theirs leads
+        to another attempt. After a ValueError, which another attempt would raise again, the link
+        gives up. ``before_close(session)`` runs on the same thread, and ends what still uses the
+        session's memory.
         """
         self._name = name
         self._address = address
@@ -73,14 +75,14 @@ class Link(Generic[Prepared]):
         self._current: Live[Prepared] | None = None
         self._failure: str | None = "it has not begun to connect"
         self._awaited: dict[int, float] = {}
-        """Epochs that were waited for since there was a session, and since when."""
+        """Epochs that were waited for since the last session, and since when."""
         self._renewals = 0
         self._closing = False
         self._attempt_now = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvdock-{name}", daemon=True)
 
     def start(self, seconds: float = 0.0) -> None:
-        """Begins to connect, and waits so long for the first attempt to succeed or fail."""
+        """Begins to connect. Waits at most ``seconds`` for the first attempt to succeed or fail."""
         with self._changed:
             self._failure = None
             self._thread.start()
@@ -88,20 +90,21 @@ class Link(Generic[Prepared]):
 
     @property
     def current(self) -> Live[Prepared] | None:
-        """The open session; None while there is none. Never waits."""
+        """The open session, or None. Never waits."""
         live = self._current
         return live if live is not None and live.session.alive else None
 
     @property
     def failure(self) -> str | None:
-        """Why there was no session after the last attempt; None if there was, or none has ended."""
+        """Why the last attempt failed. None if it succeeded, or none has ended."""
         return self._failure
 
     def wait(self, epoch: int, seconds: float) -> Live[Prepared] | None:
-        """The open session with the server process of that epoch, if it is there in time.
+        """The open session with the server process of that epoch, or None if there is none within
+        ``seconds``.
 
-        For background threads that know from somebody else that the server is there. The time
-        counts for all of them together, from the first one that waits.
+        For background threads that know from another process that the server is there. The time
+        begins with the first thread that waits, for all of them.
         """
         with self._changed:
             while not self._closing:
@@ -116,14 +119,14 @@ class Link(Generic[Prepared]):
         return None
 
     def renew(self, seconds: float) -> bool:
-        """Ends the session, so that another is opened and prepared; true if it is there in time.
+        """Ends the session and has another one opened. Whether that is there within ``seconds``.
 
-        Waits no longer than for the first failure (:attr:`failure`), and not at all where the last
-        attempt before had failed. What hangs on the old session is gone when this returns.
+        Waits at most until the first attempt fails (:attr:`failure`), and not at all if the last
+        one failed. The old session's promises are void when this returns.
         """
         with self._changed:
             self._current = None
-            # Also refuses a session that is being prepared just now.
+            # Also refuses a session that is being prepared.
             self._renewals += 1
             self._changed.notify_all()
             self._attempt_now.set()
@@ -177,17 +180,14 @@ class Link(Generic[Prepared]):
         _log.debug("%s: link closed", self._name)
 
     def _connect(self) -> Live[Prepared]:
-        client = Client(str(self._address), timeout=_CONNECT_SECONDS)
-        try:
+        with ExitStack() as opened:
+            client = Client(str(self._address), timeout=_CONNECT_SECONDS)
+            opened.callback(client.close)
             session = self._open_session(client, self._lost)
-            try:
-                return Live(client, session, self._prepare(client, session))
-            except BaseException:
-                session.close()
-                raise
-        except BaseException:
-            client.close()
-            raise
+            opened.callback(session.close)
+            live = Live(client, session, self._prepare(client, session))
+            opened.pop_all()
+            return live
 
     def _hold(self, live: Live[Prepared], renewals: int) -> None:
         """Publishes the session and waits for its end."""
@@ -204,23 +204,22 @@ class Link(Generic[Prepared]):
             _log.info("%s: session ended: %s", self._name, why)
 
     def _fail(self, why: str) -> None:
-        """Notes that an attempt failed."""
         with self._changed:
             self._failure = why
             self._changed.notify_all()
 
     def _is_settled(self) -> bool:
-        """There is a session, or none could be had. Under the lock."""
+        """Whether there is a session, or the last attempt failed. Called under the lock."""
         return self._current is not None or self._failure is not None
 
     def _lost(self, why: str) -> None:
-        """Runs on the session's own thread."""
+        """Runs on the session's thread."""
         with self._changed:
             self._changed.notify_all()
 
 
 class _Outage:
-    """Says once that there is no server, and once that there is one again."""
+    """Logs once that there is no server, and once that there is one again."""
 
     def __init__(self, name: str, address: Address) -> None:
         self._name = name

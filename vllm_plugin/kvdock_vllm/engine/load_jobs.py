@@ -1,6 +1,6 @@
-"""Loads of a worker: they fill the engine's blocks on background threads.
+"""The loads of a worker. They fill the engine's blocks on background threads.
 
-A load that fails tells which blocks were not filled, and the engine computes these.
+A failed load names the blocks that were not filled. The engine computes these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdock_vllm.engine.worker_link import WorkerLink
 _log = logging.getLogger(__name__)
 
 _THREADS = 2
-# How often it is made sure that the next session registers, where loads wait for that.
+# How often the next session is asked to register its memory while loads wait for that.
 _REGISTRATION_SECONDS = 1.0
 
 
@@ -37,7 +37,7 @@ class LoadJob(Job):
 
     @property
     def is_over(self) -> bool:
-        """It has ended, and nobody writes to its blocks any more."""
+        """The load has ended, and nobody writes to its blocks any more."""
         return self.ended and (self._server_is_done is None or self._server_is_done())
 
     def report(self, outcomes: Outcomes) -> None:
@@ -58,7 +58,7 @@ class LoadJob(Job):
         self._counts["load_seconds"] += time.monotonic() - began
 
     def _load(self, target: Target) -> frozenset[int]:
-        """The blocks that could not be filled."""
+        """Fills the blocks, and returns those that could not be filled."""
         link = self._link
         session = link.session(target)
         failed: set[int] = set()
@@ -101,57 +101,45 @@ class LoadJob(Job):
 
 
 class LoadJobs:
-    """The loads of one worker that are under way. Used by the engine's thread."""
+    """The loads of one worker. Used by the engine's thread."""
 
     def __init__(self, link: WorkerLink) -> None:
         self._link = link
         self._threads = background_threads("kvdock-load", _THREADS)
-        self._under_way: list[LoadJob] = []
+        self.under_way: list[LoadJob] = []
+        """Loads not reported yet, in the order in which they began."""
         self._next_registration = 0.0
 
-    @property
-    def under_way(self) -> list[LoadJob]:
-        """Loads that were not reported yet, in the order in which they began."""
-        return list(self._under_way)
-
-    @property
-    def unanswered(self) -> list[LoadJob]:
-        """Loads that failed, and whose blocks the server may still write to."""
-        return [job for job in self._under_way if job.ended and not job.is_over]
-
     def expect(self, target: Target) -> None:
-        """Loads of a namespace will follow."""
+        """Prepares for the loads of a namespace."""
         self._threads.submit(self._link.expect, target)
 
     def begin(self, spec: LoadSpec) -> None:
-        """Hands a load to the background."""
         job = LoadJob(spec, self._link)
-        self._under_way.append(job)
+        self.under_way.append(job)
         job.begin(self._threads)
 
     def report(self, outcomes: Outcomes) -> None:
-        """Takes over what became of the loads that are over."""
-        left = []
-        for job in self._under_way:
+        for job in list(self.under_way):
             if job.is_over:
                 job.report(outcomes)
-            else:
-                left.append(job)
-        self._under_way = left
+                self.under_way.remove(job)
         self._register_next_session()
 
     def close(self) -> None:
-        """Begins no more."""
+        """Begins no more loads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _register_next_session(self) -> None:
-        """The server lets go of what a lost session had asked for when the next one registers."""
+        """Registers the next session, for which the server ends unanswered loads of the last."""
         live = self._link.current
         if live is None or time.monotonic() < self._next_registration:
             return
-        for job in self.unanswered:
+        for job in self.under_way:
             target = job.spec.target
-            if target is not None and target.epoch == live.session.epoch:
+            if not job.ended or job.is_over or target is None:
+                continue
+            if target.epoch == live.session.epoch:
                 self._next_registration = time.monotonic() + _REGISTRATION_SECONDS
                 self.expect(target)
                 return

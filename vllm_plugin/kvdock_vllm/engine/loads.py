@@ -1,10 +1,10 @@
 """Loads under way: which blocks of a request a hit fills, and what became of it.
 
-The engine waits for a load whatever happens, so there is one for whatever it was promised; one that
-cannot be is planned without target, and fails.
+The engine waits for every load that it was promised. So a load that has become impossible is
+planned all the same, without target, and fails.
 
-With full attention alone the engine is told which blocks failed, and computes from the first on.
-With windows, or several groups, a load fails as a whole (``groups.loads_fail_whole``).
+With full attention alone the engine is told which blocks failed, and computes from the first of
+them on. With windows, or several groups, a load fails as a whole (``groups.loads_fail_whole``).
 """
 
 from __future__ import annotations
@@ -21,92 +21,24 @@ from kvdock_vllm.engine.specs import GroupLoad, LoadSpec, Target
 
 _log = logging.getLogger(__name__)
 
-# Of the block ids of a group, in a message.
+# How many block ids of a group a message shows.
 _MOST_SHOWN = 8
 
 
 @dataclass(slots=True)
 class PendingLoad:
-    """The load of one request. It outlives a request that is aborted meanwhile."""
+    """The load of one request. It outlives the request if that is aborted."""
 
     lookup: Lookup | None
     spec: LoadSpec
     first_token: int
     num_tokens: int
     loaded_tokens: int
-    """Tokens from the first on of which no worker said that they failed."""
+    """Tokens from the first on that no worker reported as failed."""
 
     @property
     def has_failed(self) -> bool:
-        """Not everything was loaded."""
         return self.loaded_tokens < self.num_tokens
-
-    def note_failed_blocks(self, failed: set[int], block_tokens: int) -> None:
-        """Some worker could not fill these blocks. Where loads do not fail as a whole."""
-        for index, block_id in enumerate(self.spec.groups[0].block_ids):
-            if block_id in failed:
-                self.loaded_tokens = min(self.loaded_tokens, index * block_tokens)
-                return
-
-    def note_failure(self) -> None:
-        """Some worker could not load it."""
-        self.loaded_tokens = 0
-
-
-def plan_load(
-    request_id: str,
-    shapes: Sequence[GroupShape],
-    tables: Sequence[Sequence[int]],
-    lookup: Lookup | None,
-    num_tokens: int,
-    *,
-    is_usable: bool,
-    all_or_nothing: bool,
-) -> PendingLoad:
-    """The load of ``num_tokens`` tokens behind those that were computed when ``lookup`` was told.
-
-    ``is_usable`` is whether the server still has what it promised. Locks on what is not going to be
-    loaded are given back.
-    """
-    first_token = lookup.num_computed_tokens if lookup is not None else 0
-    end_token = first_token + num_tokens
-    hit = lookup if is_usable else None
-    groups = []
-    misfits = []
-    for position, (shape, table) in enumerate(zip(shapes, tables, strict=True)):
-        blocks = shape.needed_blocks(first_token, end_token)
-        if not blocks:
-            continue
-        group = _group_load(position, shape, table, blocks, hit)
-        groups.append(group)
-        locked = hit.locked.get(shape.group_idx, range(0)) if hit is not None else range(0)
-        if (
-            len(group.block_ids) < len(blocks)
-            or NULL_BLOCK in group.block_ids
-            or group.skip_blocks < 0
-            or not locked.start <= group.first_chunk < group.end_chunk <= locked.stop
-        ):
-            misfits.append(_described(group, len(blocks), locked))
-    if hit is not None and misfits:
-        _log.error(
-            "request %s: the engine asks for tokens [%d, %d) of a hit of %d chunks, which does not "
-            "fit: %s. The tokens are computed instead",
-            request_id,
-            first_token,
-            end_token,
-            hit.hit_chunks,
-            "; ".join(misfits),
-        )
-        hit = None
-    if hit is not None:
-        hit.keep(groups)
-    spec = LoadSpec(
-        request_id=request_id,
-        groups=tuple(groups),
-        all_or_nothing=all_or_nothing,
-        target=hit.target if hit is not None else None,
-    )
-    return PendingLoad(lookup, spec, first_token, num_tokens, loaded_tokens=num_tokens)
 
 
 def _group_load(
@@ -126,7 +58,7 @@ def _group_load(
 
 
 def _described(group: GroupLoad, wanted: int, locked: range) -> str:
-    """What does not fit, in a few words however many blocks it has."""
+    """Describes what does not fit, in a few words however many blocks it has."""
     name = "" if group.group_idx is None else f"group {group.group_idx}: "
     count = len(group.block_ids)
     ids = ", ".join(map(str, group.block_ids[:_MOST_SHOWN]))
@@ -143,32 +75,59 @@ class Loads:
     """The loads of one engine that are under way. Used by one thread."""
 
     def __init__(self, shapes: Sequence[GroupShape], *, all_or_nothing: bool) -> None:
-        """``all_or_nothing``: if one block fails, the load does."""
+        """``all_or_nothing``: if one block of a load fails, all do."""
         self._shapes = shapes
         self._all_or_nothing = all_or_nothing
         self.under_way: dict[str, PendingLoad] = {}
-        """By request."""
+        """By request_id."""
         self._new: list[LoadSpec] = []
 
     def begin(self, record: Record, num_tokens: int, usable: Live[Target] | None) -> None:
-        """Begins the load of the hit that a request was told of last. The hit is void unless its
-        session is ``usable``.
+        """Begins to load ``num_tokens`` tokens behind those computed when the hit was told.
+
+        The hit is void unless its session is ``usable``. Frees locks that the load does not need.
         """
+        request_id = record.request.request_id
         lookup = record.take_lookup()
-        load = plan_load(
-            record.request.request_id,
-            self._shapes,
-            record.tables,
-            lookup,
-            num_tokens,
-            is_usable=lookup is not None and lookup.live is usable,
-            all_or_nothing=self._all_or_nothing,
-        )
-        self.under_way[load.spec.request_id] = load
-        self._new.append(load.spec)
+        hit = lookup if lookup is not None and lookup.live is usable else None
+        first_token = lookup.num_computed_tokens if lookup is not None else 0
+        end_token = first_token + num_tokens
+        groups = []
+        misfits = []
+        for position, (shape, table) in enumerate(zip(self._shapes, record.tables, strict=True)):
+            blocks = shape.needed_blocks(first_token, end_token)
+            if not blocks:
+                continue
+            group = _group_load(position, shape, table, blocks, hit)
+            groups.append(group)
+            locked = hit.locked.get(shape.group_idx, range(0)) if hit is not None else range(0)
+            if (
+                len(group.block_ids) < len(blocks)
+                or NULL_BLOCK in group.block_ids
+                or group.skip_blocks < 0
+                or not locked.start <= group.first_chunk < group.end_chunk <= locked.stop
+            ):
+                misfits.append(_described(group, len(blocks), locked))
+        if hit is not None and misfits:
+            _log.error(
+                "request %s: the engine asks for tokens [%d, %d) of a hit of %d chunks, which does "
+                "not fit: %s. The tokens are computed instead",
+                request_id,
+                first_token,
+                end_token,
+                hit.hit_chunks,
+                "; ".join(misfits),
+            )
+            hit = None
+        if hit is not None:
+            hit.keep(groups)
+        target = hit.target if hit is not None else None
+        spec = LoadSpec(request_id, tuple(groups), self._all_or_nothing, target)
+        self.under_way[request_id] = PendingLoad(lookup, spec, first_token, num_tokens, num_tokens)
+        self._new.append(spec)
 
     def take_new(self) -> list[LoadSpec]:
-        """Loads that the workers do not know of yet."""
+        """The loads that the workers were not told of yet."""
         new, self._new = self._new, []
         return new
 
@@ -176,17 +135,20 @@ class Loads:
         self, block_ids: set[int], request_ids: Iterable[str], block_tokens: int
     ) -> None:
         """Some worker could not fill these blocks, or could not load for these requests."""
-        if block_ids:
-            for load in self.under_way.values():
-                load.note_failed_blocks(block_ids, block_tokens)
+        for load in self.under_way.values() if block_ids else ():
+            # Workers name blocks only where loads do not fail as a whole, which have one group.
+            for index, block_id in enumerate(load.spec.groups[0].block_ids):
+                if block_id in block_ids:
+                    load.loaded_tokens = min(load.loaded_tokens, index * block_tokens)
+                    break
         for request_id in request_ids:
             if (failed := self.under_way.get(request_id)) is not None:
-                failed.note_failure()
+                failed.loaded_tokens = 0
 
     def end(self, request_id: str) -> PendingLoad | None:
-        """All workers are done with the load of a request: the load, if it is known."""
+        """Ends the load of a request and returns it. None if there is none."""
         load = self.under_way.pop(request_id, None)
         if load is not None and load.lookup is not None:
-            # The workers freed their own locks; this is for those that could not.
+            # The workers freed their own locks. This frees those of workers that could not.
             load.lookup.close()
         return load

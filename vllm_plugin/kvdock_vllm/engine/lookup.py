@@ -1,8 +1,8 @@
-"""One request's question to the server, and the lease that answers it.
+"""The lookup of one request, and the lease that answers it.
 
-The object is the only owner of the lease: whatever becomes of the request, :meth:`Lookup.close`
-gives back what is still locked, and may be called at any time and as often as one likes. A question
-that is given up before its answer leaves nothing behind either: the client undoes a late answer.
+A :class:`Lookup` alone owns its lease. :meth:`Lookup.close` frees the remaining locks. It may be
+called at any time and repeatedly. Closing before the answer leaves nothing behind either: the
+client frees the locks of a late answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """Where a lookup stands."""
+    """The state of a lookup."""
 
     ASKED = enum.auto()
     ANSWERED = enum.auto()
@@ -31,24 +31,24 @@ class State(enum.Enum):
 
 
 class Lookup:
-    """Blocks only where it is given a time. Used by one thread."""
+    """Used by one thread. Only :meth:`poll` may block, and only for the time that it is given."""
 
     def __init__(
         self, live: Live[Target], keys: Sequence[bytes], *, readers: int, timeout: float
     ) -> None:
-        """Asks for the chunks of a prompt; ``timeout`` in seconds."""
+        """Sends the keys of a prompt to the server. ``timeout`` is in seconds."""
         self.live = live
         self.state = State.ASKED
         self.error: KVDockError | None = None
         self.most_tokens = len(keys) * self.target.chunk_tokens
-        """No answer can bring more than these."""
+        """No hit can be longer than this."""
         self.hit_chunks = 0
-        """Chunks that can be had; 0 until ANSWERED."""
+        """Length of the hit in chunks; 0 until ANSWERED."""
         self.locked: dict[int | None, range] = {}
-        """For each group, by its group_idx, the chunks that the hit needs of it."""
+        """The chunks of each group that are locked for the hit, by group_idx."""
         self.lease_id = 0
         self.num_computed_tokens = 0
-        """What the engine had already when it was last told of the hit."""
+        """Tokens that the engine had computed when it was last told the hit."""
         self.asked_at = time.monotonic()
         self._deadline = self.asked_at + timeout
         self._future: Future[cache_pb2.LookupResponse] = live.session.submit(
@@ -62,13 +62,11 @@ class Lookup:
 
     @property
     def target(self) -> Target:
-        """What was asked."""
+        """The target that the server was asked for."""
         return self.live.prepared
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Looks whether there is an answer, waiting for it so long at most, or whether the time is
-        up. True if that was settled now.
-        """
+        """Waits at most ``seconds`` for the answer. True if this call settled the lookup."""
         if self.state is not State.ASKED:
             return False
         if seconds > 0:
@@ -100,7 +98,7 @@ class Lookup:
         return True
 
     def keep(self, loads: Sequence[GroupLoad]) -> None:
-        """Gives back what is locked and is not among the ``loads``."""
+        """Frees the locks that none of the ``loads`` needs."""
         kept = {load.group_idx: (load.first_chunk, load.end_chunk) for load in loads}
         unused = []
         for group_idx, locked in self.locked.items():
@@ -115,7 +113,7 @@ class Lookup:
         )
 
     def close(self) -> None:
-        """Gives back every lock that is still held."""
+        """Frees every lock that is still held."""
         if self.state is State.ASKED and not self._future.cancel():
             self.poll()
         if self.lease_id:
@@ -129,7 +127,7 @@ class Lookup:
 
 
 def _log_failure(future: Future[cache_pb2.FreeLocksResponse]) -> None:
-    # The locks end with the session at the latest, so there is nothing to be done about it.
+    # The locks end with the session at the latest, so a failure needs no action.
     error = None if future.cancelled() else future.exception()
     if error is not None:
         _log.debug("freeing locks failed: %s", error)

@@ -1,6 +1,6 @@
-"""Ranks: which worker holds which shard, who stores it and who reads it.
+"""Ranks: which worker holds which shard, which stores it and which read it.
 
-Decided once and passed whole. Nothing else in the connector does arithmetic on ranks.
+This is decided once and passed whole. Nothing else in the connector calculates with ranks.
 """
 
 from __future__ import annotations
@@ -35,26 +35,23 @@ class ParallelStrategy:
     """
 
     use_mla: bool
-    """Every layer's cache is the same on all ranks of a tensor-parallel group."""
+    """All ranks of a tensor-parallel group hold the same bytes."""
     tensor_size: int
     pipeline_size: int
     worker_id: int
-    """Rank in the engine; data parallelism makes engines, not ranks."""
+    """Rank in the engine. Data parallelism makes engines, not ranks."""
     prefill_context_size: int = 1
     decode_context_size: int = 1
     data_size: int = 1
-    """Engines that compute their steps together: those of a mixture of experts. 1 for others."""
+    """Engines that compute their steps together (mixture of experts); otherwise 1."""
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "prefill_context", "decode_context"):
             size = getattr(self, f"{name}_size")
             if size < 1:
                 raise ValueError(f"{name}_parallel_size is {size}: it must be at least 1")
-        # Tokens are dealt out over context-parallel ranks, so that a block id stands for several
-        # blocks of which each rank has a part.
-        for name in ("prefill_context", "decode_context"):
-            size = getattr(self, f"{name}_size")
-            if size > 1:
+            # Context parallelism spreads tokens over ranks: each has a part of a block id's blocks.
+            if size > 1 and name.endswith("context"):
                 raise ValueError(
                     f"KVDock does not support {name}_parallel_size={size}: run with 1, or without "
                     f"the KVDock connector"
@@ -73,9 +70,8 @@ class ParallelStrategy:
 
     @property
     def steps_alone(self) -> bool:
-        """Whether a step without computation keeps nobody else from computing.
-
-        With pipeline stages other steps are under way, and with ``data_size`` other engines wait.
+        """Whether a step without computation keeps nobody else from computing. With pipeline stages
+        other steps are under way; with ``data_size`` other engines wait.
         """
         return self.pipeline_size == 1 and self.data_size == 1
 
@@ -89,12 +85,12 @@ class ParallelStrategy:
 
     @property
     def is_first_tp_rank(self) -> bool:
-        """First of its tensor-parallel group, of which each pipeline stage has one."""
+        """First of its tensor-parallel group. Each pipeline stage has one group."""
         return self.tensor_rank == 0
 
     @property
     def readers_per_shard(self) -> int:
-        """Workers that read one and the same shard."""
+        """Workers that read the same shard."""
         return self.tensor_size if self.use_mla else 1
 
     @property
@@ -109,13 +105,13 @@ class ParallelStrategy:
 
     @property
     def filled_by(self) -> int | None:
-        """The worker whose loads fill this one's blocks too; None for one that loads by itself."""
+        """The worker whose loads also fill this one's blocks. None: this worker loads itself."""
         first = self.kv_worker_id * self.readers_per_shard
         return first if first != self.worker_id else None
 
     @property
     def fills(self) -> tuple[int, ...]:
-        """The other workers whose blocks a load of this one fills."""
+        """The other workers whose blocks this worker's loads fill."""
         if self.filled_by is not None:
             return ()
         return tuple(range(self.worker_id + 1, self.worker_id + self.readers_per_shard))
@@ -126,10 +122,11 @@ class ParallelStrategy:
         return self.is_first_tp_rank or not self.use_mla
 
     def as_workers_say(self, use_mla: Iterable[bool]) -> ParallelStrategy:
-        """The scheduler's, whose configuration names one layer of each group, corrected by what
-        each worker has found.
+        """The scheduler's strategy, corrected by its workers: it knows only one layer of each
+        group.
 
-        Raises ValueError if they differ, as where the last pipeline stage has a draft model.
+        Raises ValueError if the workers differ, for instance where only the last stage has a draft
+        model.
         """
         found = set(use_mla)
         if len(found) != 1:

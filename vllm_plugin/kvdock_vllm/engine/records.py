@@ -1,4 +1,4 @@
-"""What is known of a request that the engine has not finished."""
+"""What the scheduler knows of each request that the engine has not finished."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Request(Protocol):
     def request_id(self) -> str: ...
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """The prompt's and those that were generated."""
+        """Those of the prompt and those generated."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -34,26 +34,21 @@ class CacheScope:
 
     extras: tuple[Extra, ...]
     limit: int | None
-    """Tokens from the first on that may be cached. None: all."""
+    """How many tokens from the first on may be cached. None: all."""
 
 
 ReadScope = Callable[[Any, int], CacheScope]
-"""The scope of an engine's request, for chunks of that many tokens."""
+"""Returns the scope of an engine's request for chunks of the given number of tokens."""
 
 
 class ExtraTokens:
-    """What the answer to one prompt tells of: its tokens that came from here.
-
-    All samples of a prompt share it: one may find in the engine what another had loaded.
+    """How many tokens of a prompt came from KVDock, for the response. All samples of the prompt
+    share it, since a sample may find in the engine what another one loaded.
     """
 
     def __init__(self) -> None:
         self.loaded = 0
-        """The most that was loaded for one sample."""
-
-    def note(self, tokens: int) -> None:
-        """So many were loaded for a sample."""
-        self.loaded = max(self.loaded, tokens)
+        """The most tokens that were loaded for one sample."""
 
 
 @dataclass(slots=True)
@@ -63,31 +58,31 @@ class Record:
     request: Request
     extra: ExtraTokens
     tables: list[list[int]]
-    """For each group of the model the request's blocks, as they were told last. A block that its
-    group does not need any more may have become another's since."""
+    """The request's blocks for each group, as last told. A block that its group does not need any
+    more may be another request's by now."""
     lookup: Lookup | None = None
     predates_reset: bool = False
-    """Some of its KV was computed before the cache was reset: nothing of it is stored."""
+    """Part of its KV was computed before the cache was reset, so it is not stored."""
     bypass: bool = False
-    """A load failed: loads no more, so as not to fail again and again."""
+    """A load failed. The request loads no more, lest it fail again and again."""
     stored_chunks: int = 0
-    """Chunks from the first on that the server has, or that were offered to it."""
+    """Chunks from the first on that the server has or was offered."""
     stored_epoch: int = 0
-    """Of the server that this is true for."""
+    """Epoch of the server for which ``stored_chunks`` holds."""
     retry_at: float = 0.0
     jobs: set[int] = field(default_factory=set)
-    """Stores under way that read the request's blocks."""
+    """job_ids of stores under way that read the request's blocks."""
     admitted: bool = False
-    """The engine has decided how much of the request it loads: what became of that is counted."""
+    """The engine has decided how much of the request it loads, and the load's result is counted."""
     chunk_tokens: int = 0
-    """Of the keys; 0 before the first."""
+    """Tokens a chunk of the keys; 0 before the first key."""
     adapter: LoRA | None = None
-    """What the keys say of the request's adapter. None before the first, and if it has none."""
+    """What the keys say of the request's adapter. None before the first key or without adapter."""
     _chain: KeyChain | None = None
     _limit: int | None = None
 
     def keys(self, read_scope: ReadScope, num_tokens: int, chunk_tokens: int) -> list[bytes]:
-        """Keys of the full chunks among the first ``num_tokens`` tokens that are cached."""
+        """Keys of the full chunks in the first ``num_tokens`` tokens that may be cached."""
         if self._chain is None or self.chunk_tokens != chunk_tokens:
             scope = read_scope(self.request, chunk_tokens)
             self._limit = scope.limit
@@ -102,25 +97,23 @@ class Record:
         return list(self._chain.keys[: num_tokens // chunk_tokens])
 
     def set_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """The request has these blocks and no others."""
         self.tables = [list(table) for table in tables]
 
     def extend_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """The request has got more blocks."""
         for table, more in zip(self.tables, tables, strict=True):
             table.extend(more)
 
     def take_lookup(self) -> Lookup | None:
-        """The lookup, whose lease is the caller's now. What it found need not be stored."""
+        """Hands the lookup and its lease to the caller. Notes that its hit need not be stored."""
         lookup, self.lookup = self.lookup, None
         if lookup is not None and lookup.state is State.ANSWERED:
-            # Assigned, not added to: the scheduler may have asked many times.
+            # The scheduler may ask many times, so this assigns and does not add.
             self.stored_chunks = lookup.hit_chunks
             self.stored_epoch = lookup.target.epoch
         return lookup
 
     def forget_lookup(self) -> None:
-        """Gives back what is locked for the request, unless a load has it."""
+        """Closes the lookup, unless a load has taken it."""
         if self.lookup is not None:
             self.lookup.close()
             self.lookup = None

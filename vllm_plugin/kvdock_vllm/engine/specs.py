@@ -1,4 +1,4 @@
-"""What a scheduler tells its workers to load and to store, and what they tell back.
+"""What a scheduler tells its workers to load and to store, and what they report.
 
 All of it is pickled between processes.
 """
@@ -16,12 +16,12 @@ class GroupPages:
 
     block_bytes: int
     pages: tuple[str, ...]
-    """Describes the layers' pages: equal text, interchangeable bytes."""
+    """Describes the layers' pages. Pages of equal text have interchangeable bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which namespace of which server process a step's loads and stores concern."""
+    """The namespace and server process that loads and stores concern."""
 
     epoch: int
     namespace: str
@@ -32,33 +32,33 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """Fill the blocks of one group with its parts of chunks [first_chunk, end_chunk) of a hit."""
+    """Fills blocks of one group with its parts of chunks [first_chunk, end_chunk) of a hit."""
 
     position: int
-    """Which of the model's groups."""
+    """Index of the group among the model's groups."""
     group_idx: int | None
-    """The same as the server is told it: None if the model has only one group."""
+    """The group's name on the server. None if the model has only one group."""
     first_chunk: int
     end_chunk: int
     skip_blocks: int
-    """Blocks of the first part that are not wanted: the engine has them, or needs none there."""
+    """Blocks of the first part that are not loaded: the engine has them or does not need them."""
     block_ids: tuple[int, ...]
-    """The engine's blocks to fill, from there on. The last part's may be fewer than it has."""
+    """The blocks to fill, after the skipped ones. The last part may be cut short."""
     lease_id: int
-    """Of the hit; 0 if there is none."""
+    """The lease of the hit; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Load the hit of one request."""
+    """Loads the hit of one request."""
 
     request_id: str
     groups: tuple[GroupLoad, ...]
-    """Those that have something to load."""
+    """Only groups that have something to load."""
     all_or_nothing: bool
     """If one block fails, all do."""
     target: Target | None
-    """None: the server was lost since the hit was promised, so that the load fails."""
+    """None: the hit has become void, so the load fails."""
 
     @property
     def block_ids(self) -> frozenset[int]:
@@ -68,12 +68,12 @@ class LoadSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupStore:
-    """Store one group's parts of consecutive chunks of a request."""
+    """Stores one group's parts of consecutive chunks of a request."""
 
     position: int
-    """Which of the model's groups."""
+    """Index of the group among the model's groups."""
     group_idx: int | None
-    """The same as the server is told it: None if the model has only one group."""
+    """The group's name on the server. None if the model has only one group."""
     first_chunk: int
     parent: bytes
     """Key of the chunk before the first; empty for a prompt's first."""
@@ -81,35 +81,35 @@ class GroupStore:
     block_ids: tuple[int, ...]
     """Blocks of all parts, chunk by chunk."""
     event_data: tuple[ChunkEventData, ...] = ()
-    """What events are to tell of each chunk; empty if nobody keeps them."""
+    """What events tell of each chunk; empty if the server keeps no events."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """Store what became complete of one request."""
+    """Stores what became complete of one request."""
 
     job_id: int
     request_id: str
     groups: tuple[GroupStore, ...]
-    """Those that have something to store; at least one."""
+    """Only groups that have something to store; at least one."""
     target: Target
 
     @property
     def first_chunk(self) -> int:
-        """First chunk of which something is to be stored."""
+        """First chunk of any group."""
         return min(group.first_chunk for group in self.groups)
 
 
 @dataclass(slots=True)
 class StoreOutcome:
-    """How far the workers got with one job."""
+    """What some workers did with one store."""
 
     workers: int
-    """How many are done with it."""
+    """How many workers are done."""
     refused_from: int | None
-    """First chunk, counted from the prompt's beginning, that some worker could not store."""
+    """First chunk, counted from the prompt's beginning, that one of them could not store."""
 
     def joined(self, other: StoreOutcome) -> StoreOutcome:
-        """Of the workers of both."""
+        """The outcome of both's workers."""
         refused = [chunk for chunk in (self.refused_from, other.refused_from) if chunk is not None]
         return StoreOutcome(self.workers + other.workers, min(refused, default=None))

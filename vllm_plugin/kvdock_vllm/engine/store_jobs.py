@@ -1,13 +1,12 @@
-"""Stores of a worker: they read the engine's blocks on a background thread.
+"""The stores of a worker. They read the engine's blocks on a background thread.
 
-A store that fails tells the first chunk that was not stored, which is offered again.
+A failed store names the first chunk that was not stored. The scheduler offers that chunk again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from kvdock.types import ChunkStatus, GroupKind
@@ -21,11 +20,11 @@ from kvdock_vllm.engine.worker_link import WorkerLink
 
 _log = logging.getLogger(__name__)
 
-# One, so that a chunk is always offered after the one it extends.
+# One, so that a chunk is offered after the chunk that it extends.
 _THREADS = 1
 
-# How long stores of blocks that are given away may wait for their turn, how long these may be read
-# to the end, and how long it takes at most until a copy that was told to stop has stopped.
+# When blocks are given away: how long their stores may wait for their turn, how long the rest may
+# go on reading, and how long a copy that was told to stop may take to stop.
 _TURN_SECONDS = 0.25
 _FLUSH_SECONDS = 2.0
 _STOP_SECONDS = 5.0
@@ -33,7 +32,7 @@ _SHUTDOWN_SECONDS = 5.0
 
 
 class StoreJob(Job):
-    """The store of what became complete of one request."""
+    """One store of a request."""
 
     verb = "store"
 
@@ -91,31 +90,26 @@ class StoreJob(Job):
 
 
 class StoreJobs:
-    """The stores of one worker that are under way. Used by the engine's thread."""
+    """The stores of one worker. Used by the engine's thread."""
 
     def __init__(self, link: WorkerLink) -> None:
         self._link = link
         self._threads = background_threads("kvdock-store", _THREADS)
         self._readers = BlockReaders()
         self._noted: list[StoreJob] = []
-        self._open: dict[str, set[StoreJob]] = defaultdict(set)
-        """By request, the stores that were not reported yet."""
+        self.under_way: list[StoreJob] = []
+        """Stores not reported yet."""
         self._held: set[str] = set()
-        """Finished requests whose blocks the engine holds until nobody reads them."""
-
-    @property
-    def under_way(self) -> list[StoreJob]:
-        """Stores that were not reported yet."""
-        return [job for jobs in self._open.values() for job in jobs]
+        """Finished requests whose blocks the engine holds until no store reads them."""
 
     def note(self, spec: StoreSpec) -> None:
         """Notes a store whose blocks are being computed."""
         job = StoreJob(spec, self._link, self._readers)
-        self._open[spec.request_id].add(job)
+        self.under_way.append(job)
         self._noted.append(job)
 
     def begin(self) -> None:
-        """Hands the stores noted so far to the background. Their blocks must have been computed."""
+        """Hands the noted stores to the background. Their blocks must have been computed."""
         for job in self._noted:
             job.begin(self._threads)
         self._noted.clear()
@@ -125,29 +119,26 @@ class StoreJobs:
         self._held.update(request_ids)
 
     def take_read(self) -> set[str]:
-        """Requests whose blocks are held and read no more, each once."""
-        read = {
-            name
-            for name in self._held
-            if all(job.reader.has_let_go for job in self._open.get(name, ()))
-        }
-        self._held -= read
+        """Requests whose blocks are held and no longer read, each once."""
+        reading = {job.request_id for job in self.under_way if not job.reader.has_let_go}
+        read = self._held - reading
+        self._held &= reading
         return read
 
     def free_held(self) -> None:
-        """Gives up what finished requests still store, if the server keeps it waiting."""
+        """Gives up the stores of finished requests, if the server keeps them waiting."""
         if self._held and self._readers.is_late:
-            for name in self._held:
-                for job in self._open.get(name, ()):
+            for job in self.under_way:
+                if job.request_id in self._held:
                     self._give_up(job)
 
     def make_way(self, job_ids: Iterable[int]) -> None:
-        """Ends the stores that read blocks into which others are about to write.
+        """Ends the stores that read blocks to which others are about to write.
 
-        What does not begin in a moment is given up. The rest may finish if that does not take long;
-        else it is told to stop. A copy of which it cannot be said that it ended before is never
-        committed. Only copies are waited for: where the server keeps a store waiting, all that do
-        not copy are given up at once.
+        A store that does not begin soon is given up. The others may finish if they are quick, else
+        they are told to stop. A copy that may not have ended in time is never committed. Only
+        copies are waited for: if the server keeps a store waiting, all stores that do not copy are
+        given up at once.
         """
         overwritten = set(job_ids)
         if not overwritten:
@@ -165,17 +156,13 @@ class StoreJobs:
             _log.warning("a store of blocks given away goes on; what it copies is thrown away")
 
     def report(self, outcomes: Outcomes) -> None:
-        """Takes over what became of the stores that have ended."""
-        for job in self.under_way:
+        for job in list(self.under_way):
             if job.ended:
                 job.report(outcomes)
-                open_jobs = self._open[job.request_id]
-                open_jobs.discard(job)
-                if not open_jobs:
-                    del self._open[job.request_id]
+                self.under_way.remove(job)
 
     def close(self) -> None:
-        """Lets stores finish that take a moment, and gives up the rest."""
+        """Lets stores finish that take a moment, and gives up the others."""
         self.begin()
         jobs = self.under_way
         if not self._wait(jobs, _SHUTDOWN_SECONDS):
@@ -186,7 +173,7 @@ class StoreJobs:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _wait(self, jobs: Sequence[StoreJob], seconds: float) -> bool:
-        """Whether these stores have let go of their blocks in that time."""
+        """Whether these stores have let go of their blocks within ``seconds``."""
         return self._readers.wait([job.reader for job in jobs], seconds)
 
     def _give_up(self, job: StoreJob) -> None:
@@ -197,12 +184,12 @@ class StoreJobs:
 def _refused_from(
     group: GroupStore, shape: GroupShape, statuses: Sequence[ChunkStatus]
 ) -> list[int]:
-    """First chunk of the prompt that must be offered again, if any must."""
+    """The first chunk of the prompt that must be offered again, or none."""
     there = (ChunkStatus.STORED, ChunkStatus.EXISTS)
     for index, status in enumerate(statuses):
         if status not in there:
-            # A parent that was there is gone, and who knows what before it. What a window has left
-            # behind cannot be offered again.
+            # If the parent is gone, chunks before it may be gone too, so all are offered again. But
+            # what a window has left behind cannot be offered again.
             lost_parent = (
                 index == 0
                 and status is ChunkStatus.PARENT_MISSING

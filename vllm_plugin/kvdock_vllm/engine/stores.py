@@ -1,14 +1,13 @@
-"""Stores: what of a request is stored when, and which stores are under way.
+"""Stores: which chunks of a request are stored when, and which stores are under way.
 
-A chunk is stored with the step that computes its last token: then every group still has the blocks
-of its part, because what a window needs after the chunk it needs in this step as well. Later a part
-may be gone, when a store is offered again that was refused; then the other groups' parts are stored
-without it, and no hit ends there.
+A chunk is stored with the step that computes its last token. Every group still has its part then:
+what a window needs after the chunk it also needs in this step. Later a part may be gone, when a
+refused store is offered again. The other groups' parts are stored without it, and no hit ends
+there.
 
-A store reads blocks for a while after the step. Blocks of a finished request the engine holds.
-Those of a preempted one it gives to others, and those that a window has left behind as well. So
-each step names the stores whose blocks are about to be written into, and the workers end them
-before.
+A store reads blocks for a while after the step. The engine keeps the blocks of a finished request,
+but gives away those of a preempted one, and those that a window has left behind. So each step names
+the stores whose blocks others will write to, and the workers end these stores before.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from kvdock_vllm.engine.groups import NULL_BLOCK, GroupShape
 from kvdock_vllm.engine.records import ReadScope, Record
 from kvdock_vllm.engine.specs import GroupStore, StoreOutcome, StoreSpec, Target
 
-# What was refused (no memory, a parent that went) is not offered again sooner.
+# A refused chunk (no memory, or its parent is gone) is not offered again sooner.
 _RETRY_SECONDS = 1.0
 
 
 Describe = Callable[[Any, LoRA | None, GroupShape, range, int], tuple[ChunkEventData, ...]]
-"""What events are to tell of a request with that adapter: of one group's parts in a range of
-chunks, for chunks of that many tokens."""
+"""Describes for events one group's parts in a range of chunks of a request with that adapter. The
+last argument is the number of tokens a chunk."""
 
 
 @dataclass(slots=True)
@@ -42,10 +41,10 @@ class _PendingStore:
     record: Record
     block_ids: frozenset[int]
     of_windows: list[tuple[int, tuple[int, ...]]]
-    """The blocks of each part of a window, behind the number of computed tokens with which the
-    first of them is left behind, in that order."""
+    """For each part of a window: the number of computed tokens at which its first block is left
+    behind, and its blocks. Sorted by that number."""
     workers: int
-    """How many have not yet reported."""
+    """How many workers have not reported yet."""
 
 
 class Stores:
@@ -60,7 +59,7 @@ class Stores:
         workers: int,
     ) -> None:
         self._shapes = shapes
-        # A window's part may only follow a chunk that the server knows, by whatever part of it.
+        # Full attention first: the server must know a chunk before a window's part may follow it.
         self._positions = sorted(
             range(len(shapes)), key=lambda n: shapes[n].kind is not GroupKind.FULL_ATTENTION
         )
@@ -72,7 +71,7 @@ class Stores:
 
     @property
     def under_way(self) -> Set[int]:
-        """Their job ids."""
+        """The job_ids of stores under way."""
         return self._jobs.keys()
 
     def plan(
@@ -85,11 +84,11 @@ class Stores:
         is_last: bool = False,
     ) -> StoreSpec | None:
         """The store of what is complete within a request's first ``num_tokens`` tokens and was not
-        offered yet, if there is any.
+        offered yet, or None.
 
-        ``held_from`` is the number of tokens of which windows may have left behind what they do not
-        need any more; 0: the record's tables say so themselves. ``is_last``: the request has ended,
-        and what was refused cannot be offered later.
+        ``held_from`` is a number of computed tokens: blocks that windows no longer need after them
+        may be gone. 0: the record's tables tell what is gone. ``is_last``: the request has ended,
+        so a refused chunk cannot be offered later.
         """
         if record.stored_epoch != target.epoch:
             record.stored_epoch, record.stored_chunks = target.epoch, 0
@@ -132,11 +131,11 @@ class Stores:
         target: Target,
         held_from: int,
     ) -> GroupStore | None:
-        """Of chunks [first, end) the parts of one group whose blocks are still the request's."""
+        """One group's parts of chunks [first, end) whose blocks are still the request's."""
         shape, table = self._shapes[position], record.tables[position]
         first_held = shape.first_needed_block(held_from)
         parts = [shape.part(chunk, target.chunk_tokens) for chunk in range(first, end)]
-        # What is gone is gone from the beginning on.
+        # If a part is gone, all parts before it are.
         gone = 0
         for index, part in enumerate(parts):
             if part.start < first_held or NULL_BLOCK in table[part]:
@@ -161,7 +160,7 @@ class Stores:
     def _of_windows(
         self, groups: Iterable[GroupStore], chunk_tokens: int
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """As :class:`_PendingStore` has them, in any order."""
+        """Unsorted entries for ``_PendingStore.of_windows``."""
         for group in groups:
             shape = self._shapes[group.position]
             if not shape.window_tokens:
@@ -180,15 +179,13 @@ class Stores:
         ]
 
     def leaving(self, num_scheduled: Mapping[str, int]) -> dict[int, list[int]]:
-        """For each store the blocks of the parts that it reads and that the windows of its request
-        begin to leave behind with the next step, or have left behind. ``num_scheduled`` are the
-        tokens that this step computes, by request.
+        """For each store the blocks of its parts that windows leave behind with the next step, or
+        left behind before. ``num_scheduled`` has the tokens that this step computes, by request.
         """
         found: dict[int, list[int]] = {}
         for job_id, job in self._jobs.items():
             request = job.record.request
-            # What a preempted request's stores read is not its own any more; and what a finished
-            # one's read is kept for it.
+            # A preempted request's blocks are given away, a finished one's are kept.
             if not job.of_windows or job_id not in job.record.jobs or request.is_finished():
                 continue
             computed = request.num_computed_tokens + num_scheduled.get(request.request_id, 0)
@@ -198,13 +195,13 @@ class Stores:
         return found
 
     def note(self, job_id: int, outcome: StoreOutcome) -> bool:
-        """Some workers are done with a store. True if all are now."""
+        """Notes what some workers did with a store. True if all workers are done now."""
         job = self._jobs.get(job_id)
         if job is None:
             return False
         job.workers -= outcome.workers
         if outcome.refused_from is not None:
-            # Offered again, together with what follows it.
+            # The chunk is offered again, with all that follow.
             job.record.stored_chunks = min(job.record.stored_chunks, outcome.refused_from)
             job.record.retry_at = time.monotonic() + _RETRY_SECONDS
         if job.workers > 0:

@@ -1,9 +1,9 @@
 """From a layer's tensor to byte regions, without guessing.
 
-A tensor's shape says little about its memory: strides are permuted, layers share one allocation,
-a manager's block may be several of the kernel's, keys and values may be apart. So only strides are
-trusted. A block of a layer is taken apart into its contiguous pieces, outermost dimension first,
-and each piece becomes a region.
+A tensor's shape says little about its memory: strides are permuted, layers share one allocation, a
+manager's block may be several of the kernel's, keys and values may be apart. So only strides are
+trusted. A block of a layer is divided into its contiguous pieces, outermost dimension first. Each
+piece becomes a region.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def layer_regions(tensor: torch.Tensor, num_blocks: int) -> tuple[Region, ...]:
-    """The contiguous pieces that together are one block of a layer.
+    """The contiguous pieces that form one block of a layer.
 
     Raises UnsupportedLayoutError if the tensor does not consist of ``num_blocks`` blocks.
     """
@@ -45,9 +45,8 @@ def layer_regions(tensor: torch.Tensor, num_blocks: int) -> tuple[Region, ...]:
 
 
 def page_order(tensor: torch.Tensor, num_blocks: int) -> str:
-    """In which order a page's elements are kept: dimensions from the outermost, with sizes.
-
-    ``d0`` are the kernel's blocks within one of the manager's.
+    """The order of a page's elements: its dimensions from the outermost, with sizes. ``d0`` are the
+    kernel's blocks within one of the manager's.
     """
     halves = _halves(tensor, num_blocks)
     if halves is not None:
@@ -73,7 +72,7 @@ def _block_dims(tensor: torch.Tensor, num_blocks: int) -> tuple[int, list[_Dim]]
             f"blocks"
         )
     element = tensor.element_size()
-    # A kernel may have smaller blocks than the manager, which then lie one after the other.
+    # The kernel may have smaller blocks than the manager, which then follow one another.
     split = tensor.shape[0] // num_blocks
     sizes: Sequence[int] = (split, *tensor.shape[1:])
     strides = [stride * element for stride in tensor.stride()]
@@ -87,10 +86,9 @@ def _block_dims(tensor: torch.Tensor, num_blocks: int) -> tuple[int, list[_Dim]]
 
 
 def _halves(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Keys and values, where they are apart: (2, blocks, ...) with all keys before all values.
+    """Keys and values, if they are apart: (2, blocks, ...) with all keys before all values.
 
-    Hybrids of attention and recurrent layers have the same shape with blocks outermost, so the
-    strides decide.
+    Hybrids of attention and recurrent layers have this shape with blocks outermost: strides decide.
     """
     apart = (
         tensor.dim() == 5

@@ -1,4 +1,4 @@
-"""A worker's link to the server, and what its loads and stores use beside it."""
+"""A worker's link to the server, and what its loads and stores share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvdock_vllm.engine.transfers.base import Transfers
 
 _log = logging.getLogger(__name__)
 
-# The scheduler's half found the server, so this one's session is only a moment behind.
+# The scheduler's session is open, so this one is only a moment behind.
 _SESSION_SECONDS = 2.0
-# A server that answers a heartbeat within this answers loads and stores as well.
+# A server that answers a heartbeat within this time also answers loads and stores.
 _HEARTBEAT_SECONDS = 1.0
 
 
@@ -40,7 +40,7 @@ class WorkerLink:
         shapes: Sequence[GroupShape],
         address: Address,
     ) -> None:
-        """Connects to nothing yet: see :meth:`start`."""
+        """Does not connect yet: see :meth:`start`."""
         self.shapes = shapes
         self.something_ended = threading.Event()
         """Set whenever a load or a store ends."""
@@ -55,16 +55,15 @@ class WorkerLink:
         )
         self.breaker = Breaker(self._link, _HEARTBEAT_SECONDS)
         self._unconnected_epoch = 0
-        """Of the server that this worker was last said not to be connected to."""
+        """Epoch of the server for which the lack of a session was logged last."""
         self._closing = threading.Event()
 
     def start(self) -> None:
-        """Begins to connect. ``transfers`` and ``layouts`` have been set."""
+        """Begins to connect. ``transfers`` and ``layouts`` must have been set."""
         self._link.start()
 
     @property
     def current(self) -> Live[None] | None:
-        """The open session, if there is one."""
         return self._link.current
 
     def session(self, target: Target) -> Session:
@@ -84,11 +83,11 @@ class WorkerLink:
         return live.session
 
     def must_stop(self, session: Session) -> bool:
-        """Whether copies in this session are to be given up."""
+        """Whether to give up copies of this session."""
         return self._closing.is_set() or not session.alive
 
     def expect(self, target: Target) -> None:
-        """Does ahead of time what the first load or store would have to do otherwise."""
+        """Prepares for the first load or store of a namespace, ahead of it."""
         live = self._link.wait(target.epoch, _SESSION_SECONDS)
         try:
             if live is not None:
@@ -101,11 +100,10 @@ class WorkerLink:
             _log.exception("preparing for namespace %s failed", target.namespace)
 
     def stop_copies(self) -> None:
-        """Nothing is loaded or stored from now on."""
+        """From now on nothing is loaded or stored."""
         self._closing.set()
 
     def close(self) -> None:
-        """Ends the session."""
         self._link.close()
 
     def _open_session(self, client: Client, on_lost: Callable[[str], None]) -> Session:

@@ -1,4 +1,4 @@
-"""What events are to tell of the chunks that an engine stores: what vLLM's own events tell."""
+"""Describes stored chunks as vLLM's own events would."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# What may be told of one chunk, by the protocol's limit, and of all chunks of one store, so that
-# its message stays below 4 MiB. No store may fail for what it tells.
+# The protocol's limit for one chunk, and a limit for one store, whose message must stay below 4
+# MiB. No store may fail for its descriptions.
 _MOST_CHUNK_BYTES = 1 << 20
 _MOST_STORE_BYTES = 3 << 20
 
 
 def hash_scheme(vllm_config: VllmConfig) -> str:
-    """Names how this engine's block hashes are made. Call it once the engine is up."""
+    """Names how this engine makes block hashes. Call it once the engine is up."""
     import vllm
     from vllm.v1.core import kv_cache_utils
 
@@ -38,10 +38,10 @@ def hash_scheme(vllm_config: VllmConfig) -> str:
 
 
 def adapter_scheme(scheme: str, request: Request, adapter: LoRA) -> str:
-    """Of the hashes of a request with an adapter.
+    """Names how hashes of a request with an adapter are made.
 
-    vLLM hashes an adapter's name, in later versions its path as well, and not what stands there.
-    So other weights are another way to make hashes: what has them this engine could not load.
+    vLLM hashes an adapter's name, in later versions its path as well, but not its weights. So the
+    scheme commits to the weights: this engine could not load KV of others.
     """
     from vllm.v1.core import kv_cache_utils
 
@@ -52,8 +52,6 @@ def adapter_scheme(scheme: str, request: Request, adapter: LoRA) -> str:
 
 
 class EventDescriber:
-    """Says what events are to tell of a request's chunks."""
-
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -70,14 +68,15 @@ class EventDescriber:
         chunks: range,
         chunk_tokens: int,
     ) -> tuple[ChunkEventData, ...]:
-        """Of one group's parts of these chunks of a request with that adapter.
+        """Describes one group's parts of these chunks of a request with that adapter.
 
-        Nothing at all if vLLM has not hashed them all, or not in a way that fits. Of a chunk that
-        cannot be told as vLLM tells it an empty description, which nobody publishes.
+        Empty if vLLM has not hashed all of their blocks, or with hashes of another block size. A
+        chunk that cannot be told as vLLM tells it gets an empty description, which nobody
+        publishes.
         """
         block_tokens = shape.block_tokens
         step = block_tokens // self._hash_tokens
-        # A hash covers all tokens up to its end, so a larger block's is its last one's.
+        # A hash commits to all tokens before its end, so a larger block has the hash of its end.
         hashes = request.block_hashes[step - 1 :: step] if step else []
         if len(hashes) < chunks.stop * shape.chunk_blocks(chunk_tokens):
             return ()
@@ -106,7 +105,7 @@ class EventDescriber:
         return tuple(told)
 
     def _message_bytes(self, data: ChunkEventData, most: int) -> int:
-        """The size of the message; 0 if the protocol has none for it, or it is larger than that."""
+        """Size of the message; 0 if it has no form in the protocol, or is larger than ``most``."""
         try:
             nbytes = data.to_proto().ByteSize()
             if nbytes <= most:
@@ -121,8 +120,8 @@ class EventDescriber:
 
 
 def _extra_keys(request: Request, blocks: slice, block_tokens: int) -> tuple[tuple[Any, ...], ...]:
-    """What vLLM's own events tell of each of these blocks beside its tokens: adapter, pictures,
-    salt, prompt embeddings. Empty if no block has any.
+    """What vLLM's events tell of each block beside its tokens: adapter, pictures, salt, prompt
+    embeddings. Empty if no block has any.
     """
     from vllm.v1.core import kv_cache_utils
 
@@ -136,7 +135,7 @@ def _extra_keys(request: Request, blocks: slice, block_tokens: int) -> tuple[tup
         hashed.append(keys)
     if not any(hashed):
         return ()
-    # From 0.32 on vLLM hashes more than it publishes: what each key is, and the adapter's path.
+    # From 0.32 on vLLM hashes more than it publishes: the kind of each key, and the adapter's path.
     published: Any = getattr(kv_cache_utils, "to_event_extra_keys", list)
     return tuple(keys or () for keys in published(hashed))
 

@@ -1,4 +1,4 @@
-"""What consumers were told of a server's cache through an engine, and what they are to be told."""
+"""What consumers were told of a server's cache, and what they are still to be told."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Parts that one step publishes at most, so that a large snapshot holds up no step.
+# How many parts one step publishes at most, so that a large snapshot holds up no step.
 _PARTS_A_STEP = 100
 
 
 class Published:
-    """What consumers were told, and what they are to be told.
+    """The difference between what the server has and what consumers were told.
 
-    Kept as the difference of two states, not as a queue: a part that comes and goes while the
-    engine takes no step costs nothing. Parts in ``_changed`` stand in the order of their last
-    change, so parents are stored before their children and removed after them.
+    It is no queue: a part that comes and goes between two steps costs nothing. ``_changed`` has
+    parts in the order of their last change, so parents are stored before their children and removed
+    after them.
 
     When the engine clears its own cache, vLLM tells consumers to drop all that the engine has, on
-    every medium. Then nothing of what was told counts any more, and it is told again.
+    every medium. Then everything is told again.
 
-    What other engines stored with an adapter waits until this engine has that adapter: consumers
-    may know it by the number that each engine gives it.
+    A part that another engine stored with an adapter waits until this engine has the adapter:
+    consumers may know it by its number, which each engine gives by itself.
     """
 
     def __init__(self, scheme: Callable[[], str], labels: Mapping[int | None, GroupLabel]) -> None:
@@ -44,12 +44,14 @@ class Published:
         self._there: dict[PartId, Stored] = {}
         self._told: dict[PartId, ChunkEventData] = {}
         self._changed: dict[PartId, None] = {}
-        # How many of the parts that were told of have a hash, by medium, group and hash.
+        # How many parts that consumers were told of have a hash, by medium, group and hash.
         self._holders: Counter[tuple[str, int, bytes]] = Counter()
-        # Who tells what the server has.
+        # The follower that tells what the server has.
         self._source: Follower | None = None
-        self._engine_cache = _EngineCache()
-        # The engine's adapters, by name, and the names of those that are new.
+        # vLLM's pool of blocks, and the table by which it finds blocks by their hash.
+        self._pool: BlockPool | None = None
+        self._table: object = None
+        # The engine's adapters by name, and the names of new ones.
         self._adapters: dict[str, Adapter | None] = {}
         self._new_adapters: set[str] = set()
 
@@ -58,7 +60,7 @@ class Published:
         return self._source is source
 
     def begin(self, source: Follower | None) -> None:
-        """From now on ``source`` tells what the server has; None: nobody. What it had is gone."""
+        """Forgets what the server has. From now on ``source`` tells it; None: nobody."""
         with self._lock:
             self._source = source
             for part_id in reversed(self._there):
@@ -67,7 +69,7 @@ class Published:
             self._there.clear()
 
     def note(self, changes: Sequence[Stored | Removed], source: Follower) -> None:
-        """Takes changes of what the server has, unless another source tells of it by now."""
+        """Takes changes of what the server has, unless ``source`` was replaced."""
         with self._lock:
             if self._source is not source:
                 return
@@ -80,23 +82,28 @@ class Published:
                 self._changed[change.id] = None
 
     def know_adapter(self, name: str, adapter: Adapter | None) -> None:
-        """The engine has this adapter. Called on the thread that takes."""
+        """Notes that the engine has this adapter. Called on the thread of :meth:`take`."""
         if self._adapters.get(name) != adapter:
             self._adapters[name] = adapter
             self._new_adapters.add(name)
 
     def watch_pool(self, pool: BlockPool) -> None:
-        """The engine's own blocks, whose clearing is to be noticed."""
-        self._engine_cache = _EngineCache(pool)
+        """Takes the engine's own blocks, to notice when they are cleared."""
+        self._pool = pool
+        self._table = self._table_now()
+        if self._table is None:
+            _log.warning(
+                "this version of vLLM does not show when it clears its cache: what KVDock has is "
+                "then not told again to consumers of KV events"
+            )
 
     def take(self) -> list[KVCacheEvent]:
-        """The next events, which follow the engine's own. Empty while somebody else is at it,
-        rather than waiting.
-        """
+        """The next events, which follow the engine's own. Empty while another thread is at it."""
         if not self._lock.acquire(blocking=False):
             return []
         try:
-            if self._engine_cache.was_cleared():
+            table, self._table = self._table, self._table_now()
+            if self._table is not table:
                 self._told.clear()
                 self._holders.clear()
                 self._changed = dict.fromkeys(self._there)
@@ -108,6 +115,10 @@ class Published:
             return events
         finally:
             self._lock.release()
+
+    def _table_now(self) -> object:
+        """No hook tells that vLLM clears its cache, but it then makes a new table."""
+        return getattr(self._pool, "cached_block_hash_to_block", None)
 
     def _look_again_at_parts_of_new_adapters(self) -> None:
         new, self._new_adapters = self._new_adapters, set()
@@ -154,7 +165,7 @@ class Published:
         return data if data.hash_scheme == scheme and _is_whole(data) else None
 
     def _count(self, medium: str, group_idx: int, hashes: Sequence[bytes], by: int) -> list[bytes]:
-        """The hashes that the first part has there now, or none any more."""
+        """The hashes that had no part before, or have none any more."""
         turned = []
         for one in hashes:
             before = self._holders[medium, group_idx, one]
@@ -166,33 +177,8 @@ class Published:
         return turned
 
 
-class _EngineCache:
-    """The engine's own cache, of which it matters when it is cleared.
-
-    No hook tells a connector that. But vLLM's pool of blocks then begins anew with the table in
-    which it finds blocks by their hash.
-    """
-
-    def __init__(self, pool: BlockPool | None = None) -> None:
-        self._pool = pool
-        self._table = self._table_now()
-        if pool is not None and self._table is None:
-            _log.warning(
-                "this version of vLLM does not show when it clears its cache: what KVDock has is "
-                "then not told again to consumers of KV events"
-            )
-
-    def was_cleared(self) -> bool:
-        """Since the last call."""
-        before, self._table = self._table, self._table_now()
-        return self._table is not before
-
-    def _table_now(self) -> object:
-        return getattr(self._pool, "cached_block_hash_to_block", None)
-
-
 def _is_whole(data: ChunkEventData) -> bool:
-    """False if something is missing, or a newer client told it in a way that is not known here."""
+    """False if something is missing, or a newer client told it in an unknown way."""
     blocks = len(data.block_hashes)
     if len(data.token_ids) != 4 * blocks * data.block_size:
         return False

@@ -1,11 +1,11 @@
-"""Follows a server's log for an engine, and hands over what the engine is to publish of it."""
+"""Follows a server's log, and hands over the events that the engine is to publish."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvdock.address import Address
@@ -25,61 +25,52 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# A server that is away for longer has nothing for this engine, as far as consumers can tell.
+# A server that is away for longer is told to consumers as having nothing.
 _GONE_SECONDS = 5.0
 _PROGRESS_SECONDS = 2.0
 _JOIN_SECONDS = 3.0
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
-    """Whether this engine was told to publish KV events."""
+    """Whether the user had this engine publish KV events."""
     config: Any = getattr(vllm_config, "kv_events_config", None)
     return bool(config and config.enable_kv_cache_events)
 
 
 class Relay:
-    """Follows the server's log and hands vLLM's events to the scheduler."""
+    """The relay of one engine."""
 
     def __init__(
-        self,
-        address: Address,
-        scheme: Callable[[], str],
-        labels: Mapping[int | None, GroupLabel],
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, address: Address
     ) -> None:
-        self._address = address
-        self._scheme = scheme
-        self._published = Published(scheme, labels)
-        self._follower: Follower | None = None
-        self._thread: threading.Thread | None = None
-        self._namespace = ""
-        self._said_no_log = False
-
-    @classmethod
-    def of_engine(
-        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, address: Address
-    ) -> Relay:
-        """The relay of one engine. Connects to nothing yet."""
+        """Does not connect yet: see :meth:`follow`."""
         groups = kv_cache_config.kv_cache_groups
         labels: dict[int | None, GroupLabel] = {
             index: label_of(index, group.kv_cache_spec) for index, group in enumerate(groups)
         }
         if len(groups) == 1:
-            # Where there is only one group KVDock has none, and vLLM calls it 0.
+            # KVDock has no group_idx for the only group, and vLLM calls it 0.
             labels[None] = labels[0]
-        return cls(address, lambda: hash_scheme(vllm_config), labels)
+        self._address = address
+        self._scheme = partial(hash_scheme, vllm_config)
+        self._published = Published(self._scheme, labels)
+        self._follower: Follower | None = None
+        self._thread: threading.Thread | None = None
+        self._namespace = ""
+        self._said_no_log = False
 
     def watch_pool(self, pool: BlockPool) -> None:
-        """The engine's own blocks, whose clearing is to be noticed."""
+        """Takes the engine's own blocks, to notice when they are cleared."""
         self._published.watch_pool(pool)
 
     def forget(self) -> None:
-        """Nothing is known of the server until :meth:`follow`: its namespace is being cleared."""
+        """Forgets what the server has until :meth:`follow`: its namespace is being cleared."""
         self._published.begin(None)
 
     def follow(self, namespace: str, *, has_log: bool) -> None:
-        """There is a server, and this engine's namespace there. Returns at once.
+        """Follows the log of the server, which has this engine's namespace. Returns at once.
 
-        Called again and again, whenever there is a new session, always on one thread.
+        Called for each new session, always on one thread.
         """
         running = self._thread is not None and self._thread.is_alive()
         if running and namespace == self._namespace and self._published.is_told_by(self._follower):
@@ -93,7 +84,7 @@ class Relay:
                     self._address,
                 )
             return
-        self._stop()
+        self.close()
         self._namespace = namespace
         index = Index(Filter(namespaces=(namespace,)))
         self._follower = Follower(index, str(self._address), progress_interval=_PROGRESS_SECONDS)
@@ -104,7 +95,7 @@ class Relay:
         self._thread.start()
 
     def know_adapter(self, request: Any, adapter: LoRA | None) -> None:
-        """The engine has the adapter of this request; None: it is not cached."""
+        """Notes the adapter of a request, which the engine now has. None: it is not cached."""
         lora = request.lora_request
         if lora is None:
             return
@@ -114,14 +105,11 @@ class Relay:
         self._published.know_adapter(lora.lora_name, known)
 
     def take(self) -> list[KVCacheEvent]:
-        """What is to be published next; the rest comes with later steps. Never waits."""
+        """The next events to publish. The rest comes with later steps. Never waits."""
         return self._published.take()
 
     def close(self) -> None:
-        """Ends the following."""
-        self._stop()
-
-    def _stop(self) -> None:
+        """Ends :meth:`follow`."""
         follower, self._follower = self._follower, None
         if follower is not None and self._thread is not None:
             follower.close()

@@ -1,10 +1,10 @@
-"""vLLM's own event objects, made of what a server tells of a part."""
+"""Makes vLLM's own event objects of what a server tells of a part."""
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
 MEDIA = {Medium.CPU: "CPU", Medium.STORAGE: "STORAGE"}
-"""vLLM's names of the media from which a server gives. Others are not the engine's to tell of."""
+"""vLLM's names of the media of a server. Events of other media are not published."""
 
 
 class Adapter(NamedTuple):
     """An adapter as the engine has it."""
 
     lora_id: int
-    """The engine's number for it."""
+    """The engine's number for the adapter."""
     scheme: str
-    """How the hashes of its blocks are made."""
+    """How the hashes of blocks with the adapter are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class GroupLabel:
 
 
 def label_of(index: int, spec: Any) -> GroupLabel:
-    """As vLLM labels its own events, in versions that do."""
+    """The label of vLLM's own events, in versions that have one."""
     try:
         from vllm.v1.kv_cache_interface import (
             get_kv_cache_spec_kind,
@@ -53,46 +53,43 @@ def label_of(index: int, spec: Any) -> GroupLabel:
 def block_stored(
     data: ChunkEventData, medium: str, label: GroupLabel, adapter: Adapter | None
 ) -> KVCacheEvent:
-    from vllm.distributed import kv_events
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
-    convert: Any = maybe_convert_block_hash
     parent = data.parent_block_hash
-    fields = {
-        "block_hashes": [convert(one) for one in data.block_hashes],
-        "parent_block_hash": convert(parent) if parent else None,
-        "token_ids": _from_bytes(data.token_ids),
-        "block_size": data.block_size,
-        "lora_id": adapter.lora_id if adapter else None,
-        "medium": medium,
-        "lora_name": data.lora_name or None,
-        "extra_keys": [keys or None for keys in data.extra_keys or [()] * len(data.block_hashes)],
-        "group_idx": label.index,
-        "kv_cache_spec_kind": label.kind,
-        "kv_cache_spec_sliding_window": label.sliding_window,
-        "locality": "LOCAL",
-    }
-    return _make(kv_events.BlockStored, fields)
+    return _event(
+        "BlockStored",
+        medium,
+        label,
+        block_hashes=_external(data.block_hashes),
+        parent_block_hash=_external([parent])[0] if parent else None,
+        token_ids=_from_bytes(data.token_ids),
+        block_size=data.block_size,
+        lora_id=adapter.lora_id if adapter else None,
+        lora_name=data.lora_name or None,
+        extra_keys=[keys or None for keys in data.extra_keys or [()] * len(data.block_hashes)],
+        kv_cache_spec_kind=label.kind,
+        kv_cache_spec_sliding_window=label.sliding_window,
+    )
 
 
 def block_removed(hashes: Sequence[bytes], medium: str, label: GroupLabel) -> KVCacheEvent:
-    from vllm.distributed import kv_events
+    return _event("BlockRemoved", medium, label, block_hashes=_external(hashes))
+
+
+def _external(hashes: Sequence[bytes]) -> list[Any]:
+    """The hashes as vLLM publishes them."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     convert: Any = maybe_convert_block_hash
-    fields = {
-        "block_hashes": [convert(one) for one in hashes],
-        "medium": medium,
-        "group_idx": label.index,
-        "locality": "LOCAL",
-    }
-    return _make(kv_events.BlockRemoved, fields)
+    return [convert(one) for one in hashes]
 
 
-def _make(kind: Any, fields: Mapping[str, object]) -> KVCacheEvent:
-    """With the fields that this version of vLLM knows."""
-    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
-    event: KVCacheEvent = kind(**known)
+def _event(kind: str, medium: str, label: GroupLabel, **fields: object) -> KVCacheEvent:
+    """An event of a kind, with the fields that this version of vLLM knows."""
+    from vllm.distributed import kv_events
+
+    make: Any = getattr(kv_events, kind)
+    fields |= {"medium": medium, "group_idx": label.index, "locality": "LOCAL"}
+    known = {name: value for name, value in fields.items() if name in make.__struct_fields__}
+    event: KVCacheEvent = make(**known)
     return event
 
 

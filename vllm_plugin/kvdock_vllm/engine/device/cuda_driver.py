@@ -1,7 +1,7 @@
-"""The few functions of the CUDA driver that the connector needs and the framework does not offer.
+"""The functions of the CUDA driver that the connector needs and torch does not offer.
 
-Through ctypes, which lets go of the interpreter's lock for each call. Works on any thread: a device
-context is made current for as long as it is needed.
+They are called through ctypes, which frees the interpreter's lock for each call. They work on any
+thread: a device context is made current for as long as it is needed.
 """
 
 from __future__ import annotations
@@ -10,23 +10,15 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_HANDLE_BYTES = 64
-_UUID_BYTES = 16
 _MEMHOSTREGISTER_PORTABLE = 1
 
 
 class CudaError(Exception):
-    """A call of the driver failed, or there is no driver. The message says which and how."""
+    """A call of the driver failed, or there is no driver. The message names call and error."""
 
 
-class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_ubyte * _HANDLE_BYTES)]
-
-
-class _Uuid(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_ubyte * _UUID_BYTES)]
-
-
+_Handle = ctypes.c_ubyte * 64
+_Uuid = ctypes.c_ubyte * 16
 _DevicePtr = ctypes.c_uint64
 _SIGNATURES: dict[str, list[type]] = {
     "cuInit": [ctypes.c_uint],
@@ -49,7 +41,7 @@ _SIGNATURES: dict[str, list[type]] = {
 
 
 class Driver:
-    """libcuda with checked calls. Devices are ordinals, as the framework counts them."""
+    """libcuda with checked calls. Devices are ordinals, as torch counts them."""
 
     def __init__(self) -> None:
         """Raises CudaError if this process has no driver, or it finds no device."""
@@ -65,7 +57,7 @@ class Driver:
 
     @contextmanager
     def context_of(self, ordinal: int) -> Iterator[None]:
-        """The device's primary context, which is the framework's, current on this thread.
+        """Makes the device's primary context, which torch uses too, current on this thread.
 
         The methods below that take addresses need one.
         """
@@ -82,13 +74,13 @@ class Driver:
             self._call("cuDevicePrimaryCtxRelease_v2", device)
 
     def device_uuid(self, ordinal: int) -> bytes:
-        """16 bytes that name the device in every process."""
+        """The 16 bytes that name the device in every process."""
         uuid = _Uuid()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(uuid), self._device(ordinal))
-        return bytes(uuid.bytes)
+        return bytes(uuid)
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Base and size of the allocation that an address lies in."""
+        """Base and size in bytes of the allocation that has this address."""
         base, nbytes = _DevicePtr(), ctypes.c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), address)
         return base.value, nbytes.value
@@ -97,14 +89,14 @@ class Driver:
         """The 64-byte handle by which another process opens an allocation."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        return bytes(handle.reserved)
+        return bytes(handle)
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Pin host memory that exists already, for every device."""
+        """Pins existing host memory for every device."""
         self._call("cuMemHostRegister_v2", address, nbytes, _MEMHOSTREGISTER_PORTABLE)
 
     def unregister_host(self, address: int) -> None:
-        """Undo :meth:`register_host`. No copy may be under way there."""
+        """Undoes :meth:`register_host`. No copy may be under way there."""
         self._call("cuMemHostUnregister", address)
 
     def _device(self, ordinal: int) -> int:

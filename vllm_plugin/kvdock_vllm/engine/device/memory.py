@@ -1,9 +1,9 @@
-"""A worker's device memory as the server can open it, and events to order its copies by.
+"""A worker's device memory as the server can open it, and events that order the server's copies.
 
-A CUDA IPC handle always stands for a whole allocation of the driver, and a framework's tensor
-mostly begins somewhere inside of one. Base, size and so the offset come from the driver itself
-(cuMemGetAddressRange): a framework's handle has bytes of its own in front, and its offsets are
-relative to its own blocks. Many layers in one allocation share its one handle.
+A CUDA IPC handle stands for a whole allocation of the driver, and a tensor of torch mostly begins
+inside of one. Base and size, and so the offset, come from the driver (cuMemGetAddressRange).
+torch's own handles will not do: they begin with bytes of torch, and their offsets are relative to
+its blocks. Layers in one allocation share its handle.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvdock_vllm.engine.layout import GroupLayout
 
 
 class NotExportableError(Exception):
-    """CUDA IPC does not export this memory. Copy in shared mode instead; the message says why."""
+    """CUDA IPC cannot export this memory, so shared mode is left. The message says why."""
 
 
 class ExportedGroup(NamedTuple):
-    """One KV-cache group to be exported. ``group_idx`` is None for a model without groups."""
+    """One KV-cache group to be exported. ``group_idx`` is None for a model with one group."""
 
     group_idx: int | None
     layout: GroupLayout
@@ -38,9 +38,9 @@ class ExportedMemory(NamedTuple):
 
 
 def export_memory(groups: Sequence[ExportedGroup], device_ordinal: int) -> ExportedMemory:
-    """Describe this worker's KV cache, which is on one device, to the server.
+    """Describes this worker's KV cache, which is on one device, to the server.
 
-    NotExportableError where CUDA IPC cannot export the memory. ValueError where a region leaves
+    Raises NotExportableError if CUDA IPC cannot export the memory, ValueError if a region leaves
     the allocation in which it begins.
     """
     try:
@@ -60,8 +60,8 @@ def _export(groups: Sequence[ExportedGroup], device_ordinal: int) -> ExportedMem
             for region in layout.regions:
                 base, nbytes = driver.allocation(region.address)
                 if base not in allocations:
-                    # Asked for before anything is made of the size: memory that is mapped piece by
-                    # piece has no handle, and the size is that of one piece.
+                    # The handle comes before any use of the size. Memory that is mapped piece by
+                    # piece has no handle, and its size would be that of one piece.
                     handle = _ipc_handle(driver, base)
                     allocations[base] = len(allocations)
                     exported.allocations.append(DeviceAllocation(handle, nbytes, uuid))
@@ -94,8 +94,8 @@ def _ipc_handle(driver: Driver, base: int) -> bytes:
 class ReadyEvents:
     """Interprocess events for one device, used in turn.
 
-    The server waits for what was recorded last when it asks, so an event that is used again before
-    the server has asked only makes it wait for more.
+    The server waits for the last record of an event. An event that is recorded again too early only
+    makes the server wait for more.
     """
 
     def __init__(self, device: torch.device, count: int = 64) -> None:
@@ -106,7 +106,7 @@ class ReadyEvents:
         self._next = 0
 
     def record(self) -> tuple[torch.cuda.Event, bytes]:
-        """Marks what the current stream has queued so far: the event, and its 64-byte handle."""
+        """Marks what the current stream has queued. Returns the event and its 64-byte handle."""
         index = self._next
         self._next = (index + 1) % len(self._events)
         self._events[index].record()

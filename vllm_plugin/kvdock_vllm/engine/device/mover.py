@@ -1,4 +1,4 @@
-"""Shared mode on GPUs: copies on the worker's own streams, from and to the pinned pool."""
+"""Shared mode on GPUs: copies between blocks and the pinned pool, on the worker's own streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvdock_vllm.engine.transfers.shared import Mover
 
 @dataclass(frozen=True, slots=True)
 class _Copiers:
-    """Stores never make a load wait: each direction has buffers of its own."""
+    """Each direction has its own buffers, so a load never waits for stores."""
 
     groups: list[DeviceCopier]
     stores: Staging
@@ -27,7 +27,7 @@ class _Copiers:
 
 
 class DeviceMover(Mover):
-    """For blocks on one device. It takes four staging buffers, with its first session."""
+    """Copies blocks of one device. Its first session allocates four staging buffers."""
 
     def __init__(
         self,
@@ -43,15 +43,20 @@ class DeviceMover(Mover):
         self._pinned: dict[Session, PinnedMemory] = {}
 
     def open(self, session: Session) -> None:
-        """Raises PoolUnmappable, or what torch raises if the device has no memory left."""
+        """Raises PoolUnmappable, or what torch raises if the device is out of memory."""
         memory = [
             session.pool.array(Location(segment.segment_id, 0, segment.nbytes))
             for segment in session.pool.segments
         ]
+        device = self._device
         with self._lock:
             if self._copiers is None:
-                self._copiers = self._make_copiers()
-            self._pinned[session] = PinnedMemory(memory, self._device.index or 0)
+                self._copiers = _Copiers(
+                    [DeviceCopier(layout, device, self._staging_bytes) for layout in self._layouts],
+                    stores=Staging(device, self._staging_bytes),
+                    loads=Staging(device, self._staging_bytes),
+                )
+            self._pinned[session] = PinnedMemory(memory, device.index or 0)
 
     def close(self, session: Session) -> None:
         with self._lock:
@@ -64,10 +69,3 @@ class DeviceMover(Mover):
     def scatter(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         assert self._copiers is not None, "scatter before open"
         self._copiers.groups[position].scatter(parts, self._copiers.loads, stop)
-
-    def _make_copiers(self) -> _Copiers:
-        return _Copiers(
-            [DeviceCopier(layout, self._device, self._staging_bytes) for layout in self._layouts],
-            stores=Staging(self._device, self._staging_bytes),
-            loads=Staging(self._device, self._staging_bytes),
-        )

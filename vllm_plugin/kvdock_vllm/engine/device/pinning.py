@@ -1,10 +1,10 @@
 """Registers the mapped pool with CUDA behind the running engine, as the server faults it in.
 
-Pinned memory is copied at the speed of the link, other memory through the driver's own buffers at a
-fraction of it. One call for all of it would take 0.054 s a GiB, for which others of the engine's
-into the driver may have to wait. But no copy may cross the border between two pieces, and each more
-of them makes the driver slower at finding an address; so there are few. All of them lie between
-multiples of one length, so that :func:`cut` need not know any.
+Pinned memory is copied at the speed of the link. Other memory goes through the driver's own
+buffers, at a fraction of it. Registering all of it in one call would take 0.054 s a GiB, during
+which the engine's own calls into the driver may wait. So it is registered in pieces. No copy may
+cross the border between two pieces, and each piece makes the driver slower at finding an address,
+so there are few. Borders lie at multiples of one length, so :func:`cut` need not know the pieces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.2
 
 
 def cut(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Parts of a range that each lie in one piece: begin and end, counted from ``address``."""
+    """The parts of a range that each lie in one piece: begin and end, counted from ``address``."""
     begin = 0
     while begin < nbytes:
         end = min(begin + PIECE_BYTES - (address + begin) % PIECE_BYTES, nbytes)
@@ -42,7 +42,7 @@ def cut(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 class PinnedMemory:
-    """Pins memory until it is closed, on a thread of its own. Keeps the memory alive so long."""
+    """Pins memory until it is closed, on its own thread, and keeps the memory alive until then."""
 
     def __init__(self, memory: Sequence[Bytes], device_ordinal: int) -> None:
         """``memory`` is mapped in whole pages. ``device_ordinal`` says whose context to use."""
@@ -50,7 +50,7 @@ class PinnedMemory:
         self._device_ordinal = device_ordinal
         self._registered: list[tuple[int, int]] = []
         self.refused: str | None = None
-        """Why not all of the memory can be pinned."""
+        """Why not all of the memory can be pinned; None if it can."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdock-pin", daemon=True)
         self._thread.start()
@@ -60,13 +60,8 @@ class PinnedMemory:
         return sum(nbytes for _, nbytes in self._registered)
 
     def close(self) -> None:
-        """Unregisters everything, in the background. No copy may be under way, or begin later."""
+        """Unregisters everything in the background. No copy may be under way or follow."""
         self._closed.set()
-
-    def join(self, seconds: float) -> bool:
-        """Waits until everything is unregistered after :meth:`close`; false if it takes longer."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         affinity.restore()
@@ -116,9 +111,9 @@ class PinnedMemory:
         _log.warning("%s; the rest is copied unpinned, several times slower", self.refused)
 
     def _wait_until_backed(self, address: int, nbytes: int) -> bool:
-        """Leaves it to the server to fault its memory in; false if closed meanwhile.
+        """Waits until the server has faulted the memory in. False if closed before.
 
-        Pages that are first touched from here would be charged to this process's container.
+        Pages that this process touched first would be charged to its container.
         """
         mincore = ctypes.CDLL(None).mincore
         mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)

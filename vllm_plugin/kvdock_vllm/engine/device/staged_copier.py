@@ -1,15 +1,15 @@
-"""Copies between an engine's blocks on a device and the host pool, made by this process.
+"""Copies between an engine's blocks on a device and the host pool, made by the engine's process.
 
 Blocks go through a staging buffer on the device: one gather or scatter for each stack of regions,
-and one large copy between the buffer and the pool. A kernel in the engine's own process costs the
-engine little, while many small copies would leave the link idle. Blocks that are one large piece
-each are copied as they are, without a kernel.
+and one large copy between buffer and pool. A kernel costs the engine little in its own process,
+while many small copies would leave the link idle. Blocks that are one large piece each are copied
+directly.
 
-The work is cut into pieces of one staging buffer. Two are under way at a time, each with a buffer
-and a stream of its own, so that one is gathered while the other is copied. That also bounds the
-device memory that is taken, and what is still copied after a stop.
+The work is cut into pieces of one staging buffer. Two pieces are under way at a time, each with its
+own buffer and stream: one is gathered while the other is copied. This also bounds the device memory
+used, and what is still copied after a stop.
 
-On a CPU the same happens, with no stream and piece by piece.
+On a CPU the same happens without streams, piece by piece.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 STAGING_BYTES = 32 << 20
-"""Of one staging buffer, unless a single block is larger: 0.6 ms of copying."""
+"""Size of a staging buffer, unless a single block is larger: 0.6 ms of copying."""
 DIRECT_BYTES = 1 << 20
-"""To copy so much takes longer than to ask for it, so that nothing is won by joining copies."""
+"""A copy of this size takes longer than its call, so joining copies wins nothing."""
 
 Piece = Callable[[torch.Tensor], None]
-"""Queues copies on the current stream; may use the staging buffer that it is given."""
+"""Queues copies on the current stream. May use the staging buffer that it is given."""
 
-# What a kernel moves at a time: the wider the faster.
+# Elements that a kernel moves: the wider, the faster.
 _ELEMENTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -64,7 +64,7 @@ class Staging:
         self._lock = threading.Lock()
 
     def run(self, pieces: Iterable[Piece], stop: Stop) -> None:
-        """Runs pieces. When this returns or raises, none of them is under way any more.
+        """Runs pieces. None of them is under way when this returns or raises.
 
         Raises CopyStoppedError as soon as ``stop()`` is true, and what a piece raises.
         """
@@ -84,16 +84,16 @@ class Staging:
 
 
 def _use(device: torch.device) -> None:
-    """Makes the device this thread's, which is one of the connector's own.
+    """Makes the device current on this thread, which is one of the connector's own.
 
-    Else torch goes back to device 0 after each piece, which makes a context there for this process.
+    Otherwise torch returns to device 0 after each piece, which creates a context there.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class _Buffer:
-    """A staging buffer. On a CPU a copy has ended when the call returns."""
+    """A staging buffer. On a CPU a copy has ended when its call returns."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -102,7 +102,7 @@ class _Buffer:
         piece(self._buffer)
 
     def wait(self) -> None:
-        """Waits for the end of what was run last."""
+        """Waits until the last piece has ended."""
 
 
 class _CudaBuffer(_Buffer):
@@ -139,10 +139,10 @@ class _StackView:
 
     blocks: torch.Tensor
     column: int
-    """Where a block's elements of the stack begin on the host."""
+    """Where the stack's elements begin in a block on the host."""
 
     def staged(self, rows: torch.Tensor) -> torch.Tensor:
-        """The stack's part of whole blocks that are staged as (blocks, bytes of a block)."""
+        """The stack's columns of staged blocks, which are (blocks, bytes of a block)."""
         _, regions, length = self.blocks.shape
         columns = rows.view(self.blocks.dtype)[:, self.column : self.column + regions * length]
         return columns.view(len(rows), regions, length)
@@ -158,7 +158,7 @@ class DeviceCopier:
         staging_bytes: int,
         direct_bytes: int = DIRECT_BYTES,
     ) -> None:
-        """``staging_bytes`` is what a staging buffer has; at least one block."""
+        """``staging_bytes`` is the size of the staging buffers, at least one block."""
         self._layout = layout
         self._device = device
         self._rows_a_piece = staging_bytes // layout.block_bytes
@@ -168,19 +168,19 @@ class DeviceCopier:
         self._whole = _whole_blocks(found, layout, device)
 
     def gather(self, parts: Sequence[HostBlocks], staging: Staging, stop: Stop) -> None:
-        """Copies blocks to the host, and returns when all of them are there.
+        """Copies blocks to the host. However this ends, no copy is under way any more.
 
         Raises CopyStoppedError as soon as ``stop()`` is true, ValueError if a block does not exist
-        or the host's bytes are not as many. No copy is under way any more then either.
+        or the host's bytes are too many or too few.
         """
         staging.run((partial(self._move, piece, True) for piece in self._pieces(parts)), stop)
 
     def scatter(self, parts: Sequence[HostBlocks], staging: Staging, stop: Stop) -> None:
-        """The way back. Arguments and errors are those of :meth:`gather`."""
+        """Copies blocks from the host, like :meth:`gather`."""
         staging.run((partial(self._move, piece, False) for piece in self._pieces(parts)), stop)
 
     def _pieces(self, parts: Sequence[HostBlocks]) -> Iterator[list[_Rows]]:
-        """Cuts the parts, and joins them, to pieces of a staging buffer."""
+        """Cuts and joins the parts to pieces of a staging buffer."""
         piece: list[_Rows] = []
         room = self._rows_a_piece
         for part in parts:
@@ -218,7 +218,7 @@ class DeviceCopier:
                 stack.blocks.index_copy_(0, index, stack.staged(staged))
 
     def _direct_copies(self, piece: list[_Rows]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Blocks and their place on the host, neighbours together; None if that is not much."""
+        """Blocks and their bytes on the host, neighbours together. None if copies are small."""
         if self._whole is None:
             return None
         longest = self._rows_a_piece if self._whole.is_contiguous() else 1
@@ -264,7 +264,7 @@ def _stack_view(stack: Stack, layout: GroupLayout, device: torch.device) -> _Sta
 def _whole_blocks(
     found: Sequence[Stack], layout: GroupLayout, device: torch.device
 ) -> torch.Tensor | None:
-    """All blocks as (blocks, bytes of a block), if a block's bytes lie as on the host."""
+    """All blocks as (blocks, bytes of a block), if a block's bytes are in the host's order."""
     if len(found) > 1 or found[0].pitch != found[0].first.page_bytes:
         return None
     first = found[0].first
@@ -279,9 +279,9 @@ def _memory(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """A tensor over memory of this process; strides in bytes.
+    """A tensor over memory of this process. ``strides`` are in bytes.
 
-    Regions are evenly spaced by chance too, across tensors, so that no storage has all of a stack.
+    Regions may be evenly spaced by chance, across tensors. So no one storage has a whole stack.
     """
     kind = "u" if dtype is torch.uint8 else "i"
     interface = {

@@ -1,8 +1,8 @@
-"""Transfers of GPU memory: in server mode where that is possible, in shared mode otherwise.
+"""Transfers of GPU memory: in server mode where possible, otherwise in shared mode.
 
 The server can open memory that CUDA IPC exports, if it has CUDA itself, sees the device, and shares
-the worker's IPC namespace. Whether it can is known when it has tried, so each session finds out
-anew, with the first thing that it has to do.
+the worker's IPC namespace. Only trying shows whether it can, so each session tries anew, with its
+first load or store.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Choice:
 
 
 class DeviceTransfers(Transfers):
-    """Moves bytes of one device's memory in the mode that is wanted, or in the best there is."""
+    """Copies memory of one device in the wanted mode, or in the best possible mode."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class DeviceTransfers(Transfers):
         wanted: TransferMode,
         count_workers: CountWorkers,
     ) -> None:
-        """``wanted`` is UNSPECIFIED for SERVER if possible, else SHARED."""
+        """``wanted`` UNSPECIFIED means SERVER if possible, else SHARED."""
         self._layouts = layouts
         self._shapes = shapes
         self._device = device
@@ -84,7 +84,7 @@ class DeviceTransfers(Transfers):
         )
         self._events: ReadyEvents | None = None
         self._not_exportable = ""
-        """Why the server cannot be asked to open anything."""
+        """Why the server cannot be asked to open memory; empty if it can."""
         if wanted is not TransferMode.SHARED and device.type == "cuda":
             try:
                 self._events = ReadyEvents(device)
@@ -95,7 +95,7 @@ class DeviceTransfers(Transfers):
         self._over: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def prepare(self, session: Session) -> None:
-        """Nothing can be done before the namespace is known."""
+        """Does nothing: the namespace is not known yet."""
 
     def expect(self, session: Session, target: Target) -> None:
         self._transfers_of(session, target)
@@ -125,7 +125,7 @@ class DeviceTransfers(Transfers):
             self._end(session)
 
     def _transfers_of(self, session: Session, target: Target) -> ChunkTransfers:
-        """What moves the session's bytes. Raises KVDockError; CopyStoppedError if nothing does."""
+        """The session's transfers. Raises KVDockError; CopyStoppedError if there are none."""
         with self._lock:
             if session in self._over:
                 raise CopyStoppedError
@@ -140,9 +140,9 @@ class DeviceTransfers(Transfers):
 
     @contextmanager
     def _chosen(self, session: Session, target: Target) -> Iterator[ChunkTransfers]:
-        """What moves the session's bytes, as :meth:`_transfers_of`.
+        """The session's transfers, as :meth:`_transfers_of`.
 
-        If the server can use the memory no more, what comes next finds out what is left.
+        If the server can no longer use the memory, the next load or store chooses anew.
         """
         transfers = self._transfers_of(session, target)
         try:
@@ -155,7 +155,7 @@ class DeviceTransfers(Transfers):
             raise
 
     def _end(self, session: Session) -> None:
-        """Ends what was chosen for the session, if anything was."""
+        """Ends what was chosen for the session, if anything."""
         choice = self._choices.pop(session, None)
         if choice is None:
             return
@@ -166,9 +166,10 @@ class DeviceTransfers(Transfers):
             self._count_workers(TransferMode.SERVER, -1)
 
     def _choose(self, session: Session, target: Target) -> ChunkTransfers | None:
-        """Hands the memory to the server, or agrees with it on shared mode; None if neither can be.
+        """Hands the memory to the server, or agrees with it on shared mode. None if neither is
+        possible.
 
-        Says which and why, in the log.
+        Logs the choice and its reason.
         """
         began = time.monotonic()
         memory, reason = self._export(target)
@@ -202,7 +203,7 @@ class DeviceTransfers(Transfers):
         return self._server
 
     def _export(self, target: Target) -> tuple[ExportedMemory, str]:
-        """What the server is to open; nothing, and why, if that is not possible."""
+        """The memory that the server is to open; or nothing, and why."""
         nothing = ExportedMemory([], [])
         if self._wanted is TransferMode.SHARED or self._not_exportable:
             return nothing, self._not_exportable

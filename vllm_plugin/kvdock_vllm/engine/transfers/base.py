@@ -1,7 +1,7 @@
-"""What every way for a worker's bytes to move has in common.
+"""What the modes of a worker's transfers have in common.
 
-Used by the worker's background threads. Every call ends: it is bounded by a time. Nothing touches
-the blocks any more then, because the engine gives them to others; the one exception says so
+The worker's background threads make these calls. Each call ends within a time limit. Afterwards
+nothing touches the blocks, because the engine gives them to others, with one exception
 (:class:`UnansweredError`).
 """
 
@@ -23,19 +23,15 @@ from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 T = TypeVar("T")
 GroupSpec = TypeVar("GroupSpec", GroupLoad, GroupStore)
 Reading = Callable[[], AbstractContextManager[None]]
-"""Entered while a store reads the engine's blocks. Raises CopyStoppedError if it must not read."""
+"""Entered while a store reads the engine's blocks. Raises CopyStoppedError if it must not."""
 CountWorkers = Callable[[TransferMode, int], None]
-"""Told a mode with 1 when a session begins to use it, and with -1 when that session is over."""
-
-
-def _always() -> bool:
-    return True
+"""Told a mode and 1 when a session begins to use it, the mode and -1 when the session is over."""
 
 
 class UnansweredError(KVDockError):
-    """A load failed, and the server may still write to its blocks: it stands still, perhaps.
+    """A load failed, and the server, which may stand still, may yet write to its blocks.
 
-    They must stay the load's until ``is_over()``, which any thread may ask and never waits.
+    The blocks must stay the load's until ``is_over()``. Any thread may call it; it never waits.
     """
 
     def __init__(self, message: str, is_over: Callable[[], bool]) -> None:
@@ -45,12 +41,12 @@ class UnansweredError(KVDockError):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the engine had queued on its device at some moment: no copy may overtake that."""
+    """What the engine had queued on its device at some moment. No copy may overtake that work."""
 
-    is_done: Callable[[], bool] = _always
-    """True once all of it has been computed. Never waits. On any thread."""
+    is_done: Callable[[], bool] = lambda: True
+    """True once all of it is computed. Never waits. On any thread."""
     event: bytes = b""
-    """64-byte CUDA IPC handle of an event that says so, for the server."""
+    """64-byte CUDA IPC handle of the event that marks its end, for the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,44 +59,45 @@ class CopyRequest(Generic[GroupSpec]):
     ready: Mark
     """What the engine had queued before."""
     stop: Stop
-    """The copy is to be given up when this answers true."""
+    """The copy is given up when this returns true."""
     reading: Reading = nullcontext
     """A store reads the engine's blocks only within this."""
 
 
 class ChunkTransfers(ABC):
-    """Moves the chunks of loads and stores, of one group at a time."""
+    """Copies the chunks of loads and stores, one group at a time."""
 
     @abstractmethod
     def load(self, request: CopyRequest[GroupLoad]) -> list[bool]:
-        """Fills blocks; for each chunk whether its blocks are filled. Frees the reader's locks.
+        """Fills blocks and frees the reader's locks. Tells for each chunk whether its blocks are
+        filled.
 
-        Raises KVDockError, UnansweredError among them, or CopyStoppedError when it has to stop.
+        Raises KVDockError (also UnansweredError), or CopyStoppedError when it has to stop.
         """
 
     @abstractmethod
     def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
-        """Stores chunks; what became of each.
+        """Stores chunks. Tells what became of each.
 
-        Raises KVDockError, or CopyStoppedError when it has to stop; then nothing of it becomes
-        visible that was not copied before.
+        Raises KVDockError, or CopyStoppedError when it has to stop. Nothing more becomes visible
+        then.
         """
 
 
 class Transfers(ChunkTransfers):
-    """Copies for the sessions of a worker."""
+    """The transfers of all sessions of a worker."""
 
     @abstractmethod
     def prepare(self, session: Session) -> None:
-        """A session was opened, and will be used soon."""
+        """A session was opened and will be used soon."""
 
     @abstractmethod
     def expect(self, session: Session, target: Target) -> None:
-        """Loads and stores of a namespace will follow. Raises as they do."""
+        """Prepares for loads and stores of a namespace. Raises what they raise."""
 
     @abstractmethod
     def mark(self) -> Mark:
-        """What the engine has queued so far, for ``ready``. Called on its thread."""
+        """Marks what the engine has queued so far, for ``ready``. Called on the engine's thread."""
 
     @abstractmethod
     def wait_for_end(self, session: Session) -> None:
@@ -108,7 +105,7 @@ class Transfers(ChunkTransfers):
 
 
 def split_blocks(group: GroupLoad, in_part: int) -> list[tuple[int, tuple[int, ...]]]:
-    """For each part, of ``in_part`` blocks: how many of them to skip, and the blocks to fill."""
+    """For each part of ``in_part`` blocks: how many blocks to skip, and the blocks to fill."""
     parts = []
     taken, skip = 0, group.skip_blocks
     for _ in range(group.first_chunk, group.end_chunk):
@@ -120,7 +117,7 @@ def split_blocks(group: GroupLoad, in_part: int) -> list[tuple[int, tuple[int, .
 
 
 def answer(future: Future[T], verb: str, seconds: float) -> T:
-    """The answer of a request that was submitted. Raises DeadlineExceeded if it does not come."""
+    """The answer to a submitted request. Raises DeadlineExceeded if it does not come in time."""
     try:
         return future.result(seconds)
     except TimeoutError:

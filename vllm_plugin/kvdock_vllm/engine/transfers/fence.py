@@ -1,10 +1,10 @@
 """Until when a server that did not answer may write to this worker's blocks.
 
-A server may stand still, stopped or starved, and go on later with what it was asked before. Nobody
-can take the worker's memory away from it meanwhile. It writes no more for a request when it has
-answered it; when its process has ended; and when it has answered the registration of the worker's
-next session, for which it lets go of what the one before had registered. Where the server's end
-cannot be seen, because its pool's file is in another /dev/shm, a time has to do.
+A server may stand still, stopped or starved, and later go on with old requests. Meanwhile nobody
+can take the worker's memory away from it. It writes no more for a request in three cases: it has
+answered the request; its process has ended; it has answered the registration of the worker's next
+session, for which it lets go of the memory of the last one. Where the server's end cannot be seen,
+because its pool's file is in another /dev/shm, a time limit has to do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdock.errors import SessionLost
 from kvdock.liveness import ServerProcess
 
 _UNSEEN_SECONDS = 30.0
-"""Three times what a load may take; the server gives it up by itself unless it stands still."""
+"""Three times the limit of a load. The server gives a load up by itself unless it stands still."""
 
 
 class Fence:
@@ -38,7 +38,7 @@ class Fence:
         self._latest = session
 
     def passed(self, session: Session, request: Future[Any]) -> Callable[[], bool]:
-        """Asked again and again: true once a request of that session writes no more."""
+        """Makes a function that is true once the server writes no more for this request."""
         server = self._servers[session]
         began = time.monotonic()
 
@@ -51,7 +51,7 @@ class Fence:
             latest = self._latest
             if has_ended or latest is None or latest is session:
                 return bool(has_ended)
-            # Of another server's life: then this one gave its address up.
+            # A session of another epoch: the old server has given its address up.
             return latest.epoch == session.epoch or has_ended is None
 
         return is_over

@@ -19,7 +19,7 @@ from kvdock_vllm.engine.transfers.fence import Fence
 
 _log = logging.getLogger(__name__)
 
-# Within these the server copies. Then it stops by itself, at the latest with the piece it is at.
+# Deadlines. The server stops by then, or at the end of the piece that it is copying.
 _LOAD_SECONDS = 10.0
 _STORE_SECONDS = 4.0
 _PIECE_SECONDS = 1.0
@@ -27,14 +27,14 @@ _POLL_SECONDS = 0.02
 
 
 class ServerChunkTransfers(ChunkTransfers):
-    """Has the server copy. The session must have registered the memory.
+    """Has the server copy. The session must have registered the worker's memory.
 
-    Of workers that read the same shard one loads for all (``ParallelStrategy.fills``): the bytes
-    cross the link to the host once. The others only ask what came of it.
+    Of workers that read the same shard one loads for all (``ParallelStrategy.fills``), so the bytes
+    cross the link to the host once. The others ask for the outcome.
     """
 
     def __init__(self, strategy: ParallelStrategy, fence: Fence) -> None:
-        """``fence`` has been told of the sessions that registered."""
+        """``fence`` knows the sessions that registered."""
         self._strategy = strategy
         self._fence = fence
 
@@ -60,9 +60,9 @@ class ServerChunkTransfers(ChunkTransfers):
             except DeviceMemory as refused:
                 # The other worker is in another mode, or its memory is not registered yet.
                 _log.debug("this worker loads by itself: %s", refused.message)
-        # What this worker had queued stands for the others too. In every layer their attention
-        # comes before an all-reduce that the kernels queued here wait for, so blocks that this
-        # worker uses no more they use no more either.
+        # This worker's event stands for the others too. In every layer their attention comes before
+        # an all-reduce that this worker's queued kernels wait for. So blocks that this worker no
+        # longer uses are no longer used by the others either.
         message.ready_event = request.ready.event
         message.block_ids.extend(group.block_ids)
         message.skip_blocks = group.skip_blocks
@@ -87,7 +87,7 @@ class ServerChunkTransfers(ChunkTransfers):
         with request.reading():
             future = request.session.submit(message)
             wait([future], _STORE_SECONDS)
-            # Of a lost session the server may not know: it could store what is there until then.
+            # The server may not know that the session is lost, and could store until the deadline.
             while _is_lost(future) and time.monotonic_ns() < message.deadline_ns:
                 time.sleep(_POLL_SECONDS)
         response = answer(future, "a Store past its deadline", _PIECE_SECONDS)

@@ -1,8 +1,8 @@
 """Shared mode: the worker maps the pool and copies by itself.
 
-To store, it reserves memory, copies, and commits. To load, it asks where the chunks lie, copies,
-and frees the locks: only locks that were still held after the copy prove that the bytes were the
-chunks'. What copies is a ``Mover``, since a GPU's memory takes another than the host's.
+To store, it reserves memory, copies, and commits. To load, it asks where the chunks are, copies,
+and frees the locks. Only a lock that was still held after the copy proves that the bytes were the
+chunk's. A ``Mover`` makes the copies: one for host memory, another for a GPU's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from kvdock_vllm.engine.transfers.base import (
 
 _log = logging.getLogger(__name__)
 
-# The answer to each of these is the work of microseconds. Somebody waits for a load.
+# Each answer takes the server microseconds. The engine waits for a load.
 _LOAD_RPC_SECONDS = 2.0
-# As many as one FreeLocks may name.
+# What one FreeLocks may name.
 _MOST_LOCK_RANGES = 256
 _STORE_RPC_SECONDS = 5.0
-# How long a copy may take that was told to stop.
+# How long a copy that was told to stop may take to stop.
 _STOP_SECONDS = 5.0
-# How long the engine may take to compute what it had queued.
+# How long the engine may take to compute what it has queued.
 _LOAD_READY_SECONDS = 10.0
 _STORE_READY_SECONDS = 4.0
 _FIRST_POLL_SECONDS = 50e-6
@@ -53,23 +53,23 @@ class Mover(ABC):
 
     @abstractmethod
     def open(self, session: Session) -> None:
-        """Copies from and to the session's pool will follow."""
+        """Prepares for copies from and to the session's pool."""
 
     @abstractmethod
     def close(self, session: Session) -> None:
-        """None is under way any more, and none will follow."""
+        """No copy is under way any more, and none will follow."""
 
     @abstractmethod
     def gather(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
-        """Copies blocks of the group of that position to the host.
+        """Copies blocks of the group at ``position`` to the host. However this ends, no copy is
+        under way any more.
 
-        Raises CopyStoppedError as soon as ``stop()`` is true. However it ends, no copy is under
-        way any more then.
+        Raises CopyStoppedError as soon as ``stop()`` is true.
         """
 
     @abstractmethod
     def scatter(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
-        """The way back, likewise."""
+        """Copies blocks from the host, like :meth:`gather`."""
 
 
 class HostMover(Mover):
@@ -79,10 +79,10 @@ class HostMover(Mover):
         self._copiers = [Copier(layout) for layout in layouts]
 
     def open(self, session: Session) -> None:
-        """The pool is mapped, and nothing more is needed."""
+        """Does nothing: the pool is mapped already."""
 
     def close(self, session: Session) -> None:
-        """Nothing was kept."""
+        """Does nothing: nothing was kept."""
 
     def gather(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
         self._copiers[position].gather(parts, stop)
@@ -92,7 +92,7 @@ class HostMover(Mover):
 
 
 class SharedTransfers(Transfers):
-    """Moves bytes by a mover between the worker's blocks and the mapped pool."""
+    """Copies between the worker's blocks and the mapped pool."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class SharedTransfers(Transfers):
 
     def prepare(self, session: Session) -> None:
         """Raises PoolUnmappable."""
-        # Copies then run at the speed of memory from the first on.
+        # Then even the first copies run at the speed of memory.
         session.pool.prefault()
         self._mover.open(session)
         with self._changed:
@@ -121,7 +121,7 @@ class SharedTransfers(Transfers):
         self._count_workers(TransferMode.SHARED, 1)
 
     def expect(self, session: Session, target: Target) -> None:
-        """Nothing of it depends on the namespace."""
+        """Does nothing: no preparation depends on the namespace."""
 
     def mark(self) -> Mark:
         return Mark()
@@ -151,12 +151,12 @@ class SharedTransfers(Transfers):
             _wait(request.ready, request.stop, _LOAD_READY_SECONDS)
             with self._using(session):
                 self._mover.scatter(group.position, parts, request.stop)
-        # One range costs the server less, but says nothing where some were not to be had.
+        # One range costs the server less, but tells nothing if some chunks were missing.
         held = self._free_locks(session, group, one_range=all(filled))
         return [ok and lock for ok, lock in zip(filled, held, strict=True)]
 
     def _free_locks(self, session: Session, group: GroupLoad, *, one_range: bool) -> list[bool]:
-        """Frees this reader's locks; for each chunk whether its lock is known to have been held."""
+        """Frees this reader's locks. Tells for each chunk whether its lock was held for certain."""
         chunks = group.end_chunk - group.first_chunk
         width = chunks if one_range else 1
         locks = [
@@ -246,10 +246,10 @@ class SharedTransfers(Transfers):
 
 
 def _wait(ready: Mark, stop: Stop, seconds: float) -> None:
-    """Waits until the engine has computed what it had queued.
+    """Waits until the engine has computed what it had queued. Raises CopyStoppedError after
+    ``seconds``, or when ``stop()`` is true.
 
-    Asks the device again and again instead of having the copies wait for it on the device, so that
-    nothing of them has begun when it takes too long, or is told to stop: then CopyStoppedError.
+    It polls the device and does not queue copies behind the work, so no copy has begun then.
     """
     deadline = time.monotonic() + seconds
     poll = _FIRST_POLL_SECONDS
