@@ -6,7 +6,12 @@ registration of the same file in protobuf's pool where that dependency is instal
 
 from __future__ import annotations
 
-from kvdock.errors import InvalidArgument
+import contextlib
+from collections.abc import Iterator
+
+import grpc
+
+from kvdock.errors import InvalidArgument, ServerError
 
 CHECK = "/grpc.health.v1.Health/Check"
 
@@ -31,3 +36,14 @@ def status(response: bytes) -> str:
     if response[:1] != _STATUS_FIELD or response[1] >= len(_STATUS_NAMES):
         raise ValueError(f"not a HealthCheckResponse: {response.hex()}")
     return _STATUS_NAMES[response[1]]
+
+
+@contextlib.contextmanager
+def service_errors(service: str) -> Iterator[None]:
+    """For the call: raises InvalidArgument if the server has no such service."""
+    try:
+        yield
+    except ServerError as error:
+        if error.code is not grpc.StatusCode.NOT_FOUND:
+            raise
+        raise InvalidArgument(f"the server has no service {service!r}") from error

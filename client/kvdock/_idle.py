@@ -7,7 +7,6 @@ So what is limited is not the whole but each pause.
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Protocol, Self
 
 
@@ -38,12 +37,7 @@ class IdleLimit:
         threading.Thread(target=self._watch, name="kvdock-idle-limit", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._done.set()
 
     def _watch(self) -> None:

@@ -8,7 +8,7 @@ each time into memory fresh from the kernel. That takes longer than sending it.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvdock._verbs import check_size, event_data_messages, within_limits
@@ -29,6 +29,9 @@ _DATA_CHUNK = cache_pb2.PutData.CHUNK_FIELD_NUMBER
 _DATA_DATA = cache_pb2.PutData.DATA_FIELD_NUMBER
 
 PUT_METHOD = "/kvdock.v1.CacheService/Put"
+
+Progress = Callable[[int], None]
+"""Is told how many bytes have moved since it was last told."""
 
 
 def put_data(chunk: int, data: memoryview) -> bytes:
@@ -66,10 +69,13 @@ class PutTransfer:
         group_idx: int | None,
         kv_worker_id: int,
         event_data: Sequence[ChunkEventData] | None,
+        progress: Progress | None = None,
     ) -> None:
         if len(keys) != len(shards):
             raise InvalidArgument(f"put got {len(keys)} keys and {len(shards)} shards")
         self._shards = [memoryview(shard).cast("B") for shard in shards]
+        self._progress = progress
+        self._fault: Exception | None = None
         self._admitted: list[int] = []
         self._statuses = [ChunkStatus.FAILED] * len(keys)
         with within_limits("put"):
@@ -124,8 +130,23 @@ class PutTransfer:
                 piece = shard[start : start + MESSAGE_BYTES]
                 yield put_data(index, piece), piece.nbytes
 
+    def sent(self, nbytes: int) -> bool:
+        """Tells ``progress`` that so many bytes were sent. False if ``progress`` raised.
+
+        The caller of put gets that error from :meth:`result`. Raised into gRPC, which takes the
+        messages, it would only cancel the call.
+        """
+        if self._progress is not None:
+            try:
+                self._progress(nbytes)
+            except Exception as fault:
+                self._fault = fault
+        return self._fault is None
+
     def result(self) -> list[ChunkStatus]:
         """What became of each chunk: STORED, EXISTS, NO_SPACE, PARENT_MISSING or FAILED."""
+        if self._fault is not None:
+            raise self._fault
         return self._statuses
 
 
@@ -139,6 +160,7 @@ class GetTransfer:
         *,
         group_idx: int | None,
         kv_worker_id: int,
+        progress: Progress | None = None,
         buffers: Sequence[WriteableBuffer] | None = None,
     ) -> None:
         if buffers is not None and len(keys) != len(buffers):
@@ -146,6 +168,7 @@ class GetTransfer:
         self._buffers = (
             None if buffers is None else [memoryview(buffer).cast("B") for buffer in buffers]
         )
+        self._progress = progress
         self._chunks = [io.BytesIO() for _ in keys] if buffers is None else []
         self._received = [0] * len(keys)
         self._complete = [False] * len(keys)
@@ -165,13 +188,13 @@ class GetTransfer:
         """Chunks that came whole. They are the first ones, since a Get ends at the first miss."""
         return sum(self._complete)
 
-    def feed(self, response: cache_pb2.GetResponse) -> int:
-        """Takes one of the server's answers. Returns how many bytes it brought.
+    def feed(self, response: cache_pb2.GetResponse) -> None:
+        """Takes one of the server's answers, and tells ``progress`` how many bytes it brought.
 
         Raises WrongLength if the caller's buffer is not as long as the shard.
         """
         if response.status != types_pb2.CHUNK_STATUS_RETRIEVED:
-            return 0
+            return
         index, data = response.chunk, response.data
         start = self._received[index]
         if self._buffers is None:
@@ -186,7 +209,8 @@ class GetTransfer:
             buffer[start : start + len(data)] = data
         self._received[index] = start + len(data)
         self._complete[index] = self._received[index] == response.shard_bytes
-        return len(data)
+        if self._progress is not None:
+            self._progress(len(data))
 
     def result(self) -> list[bytes | None]:
         """For each chunk its bytes, or None if it was not there or came after one that was not."""

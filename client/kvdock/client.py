@@ -9,26 +9,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import grpc
 
 from kvdock import _health, _verbs
+from kvdock._client_base import DEFAULT_TIMEOUT, ClientBase, closed
 from kvdock._idle import Cancellable, IdleLimit
-from kvdock._inline import PUT_METHOD, GetTransfer, PutTransfer
+from kvdock._inline import PUT_METHOD, GetTransfer, Progress, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
-from kvdock.address import Address, default_address, parse
-from kvdock.channel import Options, options
-from kvdock.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    ServerError,
-    Unavailable,
-    from_rpc_error,
-)
+from kvdock.channel import Options
+from kvdock.errors import from_rpc_error
 from kvdock.events.messages import (
-    MISSED_SIGNS,
     PROGRESS_INTERVAL,
     Cursor,
     Filter,
@@ -36,9 +28,8 @@ from kvdock.events.messages import (
     message_from_proto,
     stream_request,
 )
-from kvdock.fork import refuse_broken_fork, refuse_fork_of, remember
+from kvdock.fork import remember
 from kvdock.session import Session
-from kvdock.trust import Gatekeeper
 from kvdock.types import (
     ChunkEventData,
     ChunkStatus,
@@ -65,17 +56,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT = 5.0
-"""Seconds."""
-
 # What close() gives gRPC to end the connection in order.
 _CLOSE_SECONDS = 1.0
 
-Progress = Callable[[int], None]
-"""Is told the bytes moved since it was last told."""
 
-
-class Client:
+class Client(ClientBase):
     """A server, asked call by call. Thread-safe; connects when it is first used.
 
     ``address`` is the server's; None finds the one of this host (:mod:`kvdock.address`). Each call
@@ -93,14 +78,8 @@ class Client:
         timeout: float = DEFAULT_TIMEOUT,
         channel_options: Options = (),
     ) -> None:
-        self.address: Address = parse(default_address() if address is None else address)
-        self.timeout = timeout
-        self._gatekeeper = Gatekeeper(self.address)
-        self._pid = os.getpid()
-        refuse_broken_fork()
-        self._channel = grpc.insecure_channel(
-            self.address.target, [*options(self.address), *channel_options]
-        )
+        super().__init__(address, timeout, channel_options)
+        self._channel = grpc.insecure_channel(self.address.target, self._channel_options)
         remember(self._channel)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         # Stubs are made here and not when they are needed: making one from a channel that was
@@ -194,38 +173,9 @@ class Client:
             group_idx=group_idx,
             kv_worker_id=kv_worker_id,
             event_data=event_data,
+            progress=progress,
         )
-        # What progress raised: for our caller, not for gRPC, which would only cancel the call.
-        faults: list[Exception] = []
-        answered = threading.Event()
-
-        def requests() -> Iterator[bytes]:
-            # Runs on a thread of gRPC's.
-            yield transfer.open
-            answered.wait()
-            for message, nbytes in transfer.data():
-                yield message
-                idle.touch()
-                if progress is not None:
-                    try:
-                        progress(nbytes)
-                    except Exception as fault:
-                        faults.append(fault)
-                        return
-
-        with self._errors():
-            responses = self._put(requests())
-        with self._stream(responses, timeout) as idle:
-            try:
-                for response in responses:
-                    idle.touch()
-                    transfer.feed(response)
-                    answered.set()
-            finally:
-                answered.set()
-        if faults:
-            raise faults[0]
-        return transfer.result()
+        return self._upload(transfer, timeout)
 
     def get(
         self,
@@ -241,9 +191,12 @@ class Client:
 
         Ends at the first chunk that is not there: for it and all after it the list has None.
         """
-        transfer = GetTransfer(namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id)
-        self._get(transfer, progress, timeout)
-        return transfer.result()
+        transfer = GetTransfer(
+            namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id, progress=progress
+        )
+        return self._download(
+            self._cache.Get, transfer.request, transfer.feed, transfer.result, timeout
+        )
 
     def get_into(
         self,
@@ -261,10 +214,16 @@ class Client:
         Raises WrongLength if a buffer is not as long as the namespace's shards.
         """
         transfer = GetTransfer(
-            namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id, buffers=buffers
+            namespace,
+            keys,
+            group_idx=group_idx,
+            kv_worker_id=kv_worker_id,
+            progress=progress,
+            buffers=buffers,
         )
-        self._get(transfer, progress, timeout)
-        return transfer.num_complete
+        return self._download(
+            self._cache.Get, transfer.request, transfer.feed, lambda: transfer.num_complete, timeout
+        )
 
     def status(self, *, timeout: float | None = None) -> admin_pb2.StatusResponse:
         """How the server is doing, as the protocol's message."""
@@ -272,14 +231,14 @@ class Client:
 
     def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
         """Every registered namespace, in the order of registration."""
-        with self._errors():
-            responses = self._admin.ListNamespaces(admin_pb2.ListNamespacesRequest())
-        found = []
-        with self._stream(responses, timeout) as idle:
-            for response in responses:
-                idle.touch()
-                found.append(NamespaceStatus.from_proto(response.namespace))
-        return found
+        found: list[NamespaceStatus] = []
+        return self._download(
+            self._admin.ListNamespaces,
+            admin_pb2.ListNamespacesRequest(),
+            lambda response: found.append(NamespaceStatus.from_proto(response.namespace)),
+            lambda: found,
+            timeout,
+        )
 
     def chunks(self, namespace: str, *, timeout: float | None = None) -> Iterator[PartStatus]:
         """The parts of a namespace as they are at one moment, parents before children.
@@ -310,7 +269,7 @@ class Client:
         request = stream_request(start, only or Filter(), progress_interval)
         with self._errors():
             call = self._events.StreamKVEvents(request)
-        responses = self._each(call, max(MISSED_SIGNS * progress_interval, self.timeout))
+        responses = self._each(call, self._longest_silence(progress_interval))
         # A generator that has begun ends its call also if nobody ever reads from it.
         first = list(itertools.islice(responses, 1))
         return (message_from_proto(response) for response in itertools.chain(first, responses))
@@ -326,13 +285,8 @@ class Client:
     def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """``SERVING`` or ``NOT_SERVING``, of one service or of the server as a whole."""
         request = _health.request(service)
-        try:
-            with self._errors():
-                status: str = self._check_health(request, timeout=self._seconds(timeout))
-        except ServerError as error:
-            if error.code is not grpc.StatusCode.NOT_FOUND:
-                raise
-            raise InvalidArgument(f"the server has no service {service!r}") from error
+        with _health.service_errors(service), self._errors():
+            status: str = self._check_health(request, timeout=self._seconds(timeout))
         return status
 
     def session(
@@ -356,7 +310,7 @@ class Client:
         reason when the session is lost; not after close(). A session that it refers to is not ended
         by being dropped, only by close().
         """
-        session = Session(
+        session = Session.open(
             self._start_session,
             _verbs.open_session(engine_id, role, worker_id, kv_worker_id, ttl, client),
             address=self.address,
@@ -387,12 +341,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _call(
@@ -406,15 +355,47 @@ class Client:
             response = method(call.request, timeout=self._seconds(timeout))
         return call.read(response)
 
-    def _get(self, transfer: GetTransfer, progress: Progress | None, timeout: float | None) -> None:
+    def _upload(self, transfer: PutTransfer, timeout: float | None) -> list[ChunkStatus]:
+        answered = threading.Event()
+
+        def requests() -> Iterator[bytes]:
+            # Runs on a thread of gRPC's.
+            yield transfer.open
+            answered.wait()
+            for message, nbytes in transfer.data():
+                yield message
+                idle.touch()
+                if not transfer.sent(nbytes):
+                    return
+
         with self._errors():
-            responses = self._cache.Get(transfer.request)
+            responses = self._put(requests())
+        with self._stream(responses, timeout) as idle:
+            try:
+                for response in responses:
+                    idle.touch()
+                    transfer.feed(response)
+                    answered.set()
+            finally:
+                answered.set()
+        return transfer.result()
+
+    def _download(
+        self,
+        method: grpc.UnaryStreamMultiCallable[Request, Response],
+        request: Request,
+        feed: Callable[[Response], object],
+        result: Callable[[], Result],
+        timeout: float | None,
+    ) -> Result:
+        """Feeds all answers, then returns the result."""
+        with self._errors():
+            responses = method(request)
         with self._stream(responses, timeout) as idle:
             for response in responses:
                 idle.touch()
-                moved = transfer.feed(response)
-                if progress is not None:
-                    progress(moved)
+                feed(response)
+        return result()
 
     def _each(
         self, responses: grpc.CallIterator[Response], timeout: float | None
@@ -436,15 +417,14 @@ class Client:
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         """For the start of a call: sees who would get it, and translates what gRPC raises."""
-        refuse_fork_of(self._pid)
-        self._gatekeeper.check()
+        self._check_server()
         try:
             yield
         except grpc.RpcError as error:
             raise from_rpc_error(error, str(self.address)) from error
         except ValueError as error:
             # What gRPC raises if, and only if, the channel was closed.
-            raise Unavailable("this client was closed; make another") from error
+            raise closed() from error
 
     @contextlib.contextmanager
     def _stream(self, call: Cancellable, timeout: float | None) -> Iterator[IdleLimit]:
@@ -455,12 +435,7 @@ class Client:
                 yield idle
             except grpc.RpcError as error:
                 if idle.exceeded:
-                    raise DeadlineExceeded(
-                        f"nothing moved from or to {self.address} for {seconds:g} s"
-                    ) from error
+                    raise self._stalled(seconds) from error
                 raise from_rpc_error(error, str(self.address)) from error
             finally:
                 call.cancel()
-
-    def _seconds(self, timeout: float | None) -> float:
-        return _verbs.limited(self.timeout if timeout is None else timeout)
