@@ -1,8 +1,8 @@
 """Bytes that travel in the stream: the state of one Put and of one Get, without I/O.
 
-The messages that carry a Put's bytes are written out here and not by protobuf: it would build the
-message in an arena, encode it into a second buffer that it enlarges step by step, and copy that,
-each time into memory fresh from the kernel. That takes longer than sending it.
+The messages with a Put's bytes are serialized here. protobuf would build each message in an arena,
+encode it into a second buffer that it enlarges step by step, and copy that buffer, each time into
+memory fresh from the kernel. That takes longer than sending the message.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _DATA_DATA = cache_pb2.PutData.DATA_FIELD_NUMBER
 PUT_METHOD = "/kvdock.v1.CacheService/Put"
 
 Progress = Callable[[int], None]
-"""Is told how many bytes have moved since it was last told."""
+"""Called with the number of bytes that moved since the last call."""
 
 
 def put_data(chunk: int, data: memoryview) -> bytes:
-    """A PutRequest with a PutData of these fields, serialized."""
+    """A serialized PutRequest with a PutData of these fields."""
     chunk_field = _tag(_DATA_CHUNK, _VARINT) + _varint(chunk)
     data_head = _tag(_DATA_DATA, _LENGTH_DELIMITED) + _varint(data.nbytes)
     inner_bytes = len(chunk_field) + len(data_head) + data.nbytes
@@ -91,12 +91,12 @@ class PutTransfer:
             )
         check_size(opening)
         self.open: bytes = opening.SerializeToString()
-        """First message to send, serialized."""
+        """The first message to send, serialized."""
 
     def feed(self, response: cache_pb2.PutResponse) -> None:
-        """Takes one of the server's answers; the first one says what to send.
+        """Takes an answer of the server. The first one says what to send.
 
-        Raises WrongLength if a shard is not as long as the namespace's shards.
+        Raises WrongLength if a shard has another length than the namespace's shards.
         """
         if response.WhichOneof("message") == "admission":
             self._admit(response.admission)
@@ -122,7 +122,7 @@ class PutTransfer:
     def data(self) -> Iterator[tuple[bytes, int]]:
         """The serialized messages that carry the admitted shards, in order.
 
-        Beside each stands how many of the shards' bytes it carries.
+        With each comes the number of the shards' bytes in it.
         """
         for index in self._admitted:
             shard = self._shards[index]
@@ -131,10 +131,10 @@ class PutTransfer:
                 yield put_data(index, piece), piece.nbytes
 
     def sent(self, nbytes: int) -> bool:
-        """Tells ``progress`` that so many bytes were sent. False if ``progress`` raised.
+        """Tells ``progress`` that ``nbytes`` were sent. False if ``progress`` raised.
 
-        The caller of put gets that error from :meth:`result`. Raised into gRPC, which takes the
-        messages, it would only cancel the call.
+        :meth:`result` raises the error for the caller of put. gRPC, which takes the messages, would
+        only cancel the call.
         """
         if self._progress is not None:
             try:
@@ -144,7 +144,7 @@ class PutTransfer:
         return self._fault is None
 
     def result(self) -> list[ChunkStatus]:
-        """What became of each chunk: STORED, EXISTS, NO_SPACE, PARENT_MISSING or FAILED."""
+        """STORED, EXISTS, NO_SPACE, PARENT_MISSING or FAILED for each chunk."""
         if self._fault is not None:
             raise self._fault
         return self._statuses
@@ -185,13 +185,13 @@ class GetTransfer:
 
     @property
     def num_complete(self) -> int:
-        """Chunks that came whole. They are the first ones, since a Get ends at the first miss."""
+        """How many chunks came whole: the first ones, since a Get ends at the first miss."""
         return sum(self._complete)
 
     def feed(self, response: cache_pb2.GetResponse) -> None:
-        """Takes one of the server's answers, and tells ``progress`` how many bytes it brought.
+        """Takes an answer of the server, and tells ``progress`` how many bytes it brought.
 
-        Raises WrongLength if the caller's buffer is not as long as the shard.
+        Raises WrongLength if the caller's buffer has another length than the shard.
         """
         if response.status != types_pb2.CHUNK_STATUS_RETRIEVED:
             return
@@ -213,7 +213,7 @@ class GetTransfer:
             self._progress(len(data))
 
     def result(self) -> list[bytes | None]:
-        """For each chunk its bytes, or None if it was not there or came after one that was not."""
+        """The bytes of each chunk; None for each that did not come whole."""
         return [
             chunk.getvalue() if complete else None
             for chunk, complete in zip(self._chunks, self._complete, strict=True)

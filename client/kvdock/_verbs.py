@@ -1,8 +1,7 @@
-"""Every call as data: the request message, and how its response is read.
+"""Every call as data: the request message, and how its response is read. Nothing here does I/O.
 
-Both faces of the client and both ways to send a request, by itself or on a session's stream, use
-these. Nothing here does I/O. What a function's arguments mean stands at the method of
-:class:`kvdock.Client` or :class:`kvdock.Session` that has its name.
+A request is sent by itself (:class:`kvdock.Client`) or on a session's stream
+(:class:`kvdock.Session`). What a function's arguments mean stands at the method of its name there.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from kvdock.types import (
 )
 from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 
-# A year; some clocks end with the century.
+# A year: waiting for much longer than that overflows some clocks.
 _LONGEST_TIMEOUT = 365 * 86_400.0
 _LONGEST_TIMEOUT_MS = 86_400_000
 
@@ -49,16 +48,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Request, Response, Result]):
-    """A request, and the function that makes the caller's result of its response."""
+    """A request, and the function that turns its response into what the caller gets."""
 
     request: Request
     read: Callable[[Response], Result]
 
 
 def check_size(message: Message) -> int:
-    """The message's bytes. Raises InvalidArgument if they are more than the protocol allows.
+    """The message's size in bytes. Raises InvalidArgument if the protocol allows no such size.
 
-    gRPC would refuse it too, but end the whole stream with it.
+    gRPC would refuse such a message too, but would end the whole stream.
     """
     size = message.ByteSize()
     if size > MAX_MESSAGE_BYTES:
@@ -71,7 +70,7 @@ def check_size(message: Message) -> int:
 
 @contextlib.contextmanager
 def within_limits(call: str) -> Iterator[None]:
-    """Turns what protobuf raises for a value that its field cannot hold into InvalidArgument."""
+    """Raises InvalidArgument where protobuf raises, for a value that its field cannot hold."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -79,14 +78,14 @@ def within_limits(call: str) -> Iterator[None]:
 
 
 def limited(timeout: float) -> float:
-    """A number of seconds that every clock can hold. Raises InvalidArgument for NaN."""
+    """``timeout``, at most a year, in seconds. Raises InvalidArgument for NaN."""
     if math.isnan(timeout):
         raise InvalidArgument("timeout is NaN: give a number of seconds")
     return min(timeout, _LONGEST_TIMEOUT)
 
 
 def milliseconds(ttl: float | None) -> int:
-    """Of so many seconds; 0, which stands for the server's default, if None."""
+    """``ttl`` seconds in milliseconds; 0 for None, which on the wire is the server's default."""
     if ttl is None:
         return 0
     if ttl <= 0:
@@ -193,7 +192,7 @@ def commit(
     reservation: Reservation | int, chunks: Sequence[int] | None
 ) -> Call[cache_pb2.CommitRequest, cache_pb2.CommitResponse, list[ChunkStatus]]:
     if chunks is not None and not chunks:
-        # On the wire no chunk at all means every chunk.
+        # On the wire an empty list means every chunk.
         raise InvalidArgument("commit names no chunks; pass None for all that are still open")
     return Call(
         cache_pb2.CommitRequest(reservation_id=_reservation_id(reservation), chunks=chunks),
@@ -316,12 +315,11 @@ def evict(nbytes: int) -> Call[admin_pb2.EvictRequest, admin_pb2.EvictResponse, 
 def event_data_messages(
     event_data: Sequence[ChunkEventData] | None,
 ) -> list[types_pb2.ChunkEventData]:
-    """The messages; none for None."""
     return [data.to_proto() for data in event_data or ()]
 
 
 def _timeout_ms(seconds: float) -> int:
-    """For a field that limits what the server does, where 0 would mean no limit."""
+    """For a field where 0 means no limit."""
     return min(math.ceil(max(seconds, 0.001) * 1000), _LONGEST_TIMEOUT_MS)
 
 

@@ -56,19 +56,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# What close() gives gRPC to end the connection in order.
+# Seconds that close() gives gRPC to end the connection in order.
 _CLOSE_SECONDS = 1.0
 
 
 class Client(ClientBase):
     """A server, asked call by call. Thread-safe; connects when it is first used.
 
-    ``address`` is the server's; None finds the one of this host (:mod:`kvdock.address`). Each call
-    takes at most ``timeout`` seconds and raises a subclass of KVDockError; in put, get and listings
-    it is each pause that takes at most so long, or up to twice that until it is noticed. Raises
-    UntrustedServer if another user may be listening at a Unix socket (:mod:`kvdock.trust`), and
-    Forked in a process where gRPC cannot work (:mod:`kvdock.fork`).
-    ``channel_options`` are options of gRPC, added to those that every client has.
+    ``address`` None finds this host's server (:mod:`kvdock.address`). ``channel_options`` are
+    options of gRPC, added to those of every client.
+
+    Each call takes at most ``timeout`` seconds. In put, get and listings ``timeout`` limits each
+    pause instead, and a pause may last twice as long before it is noticed. A call that fails raises
+    a subclass of KVDockError: UntrustedServer if another user may be listening at a Unix socket
+    (:mod:`kvdock.trust`), Forked in a process where gRPC cannot work (:mod:`kvdock.fork`).
     """
 
     def __init__(
@@ -82,8 +83,7 @@ class Client(ClientBase):
         self._channel = grpc.insecure_channel(self.address.target, self._channel_options)
         remember(self._channel)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
-        # Stubs are made here and not when they are needed: making one from a channel that was
-        # closed meanwhile crashes the process.
+        # Stubs are made now: making one from a channel that was closed crashes the process.
         self._open_session = session_pb2_grpc.SessionServiceStub(self._channel).Session
         self._check_health = self._channel.unary_unary(
             _health.CHECK,
@@ -101,7 +101,7 @@ class Client(ClientBase):
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def register_namespace(self, namespace: Namespace, *, timeout: float | None = None) -> bool:
-        """Makes a namespace known. Idempotent: False if it was known before.
+        """Makes a namespace known. Returns False if it was known before.
 
         Raises NamespaceConflict if it is known with other contents.
         """
@@ -118,11 +118,11 @@ class Client(ClientBase):
         ttl: float | None = None,
         timeout: float | None = None,
     ) -> Hit:
-        """How many of the prompt's chunks, from the first on, are cached; and locks them.
+        """Finds how many of a prompt's chunks, from the first on, are cached, and locks them.
 
-        The lease lives for ``ttl`` seconds, None: the server's default of 30. With ``probe``
+        The lease lives for ``ttl`` seconds; None: the server's default of 30. With ``probe``
         nothing is locked. Raises UnknownNamespace. After DeadlineExceeded there may be a lease that
-        nobody knows of, which lives as long; a session's lookup gives it back.
+        nobody knows of, until its ``ttl`` is over. (A session gives such a lease back.)
         """
         call = _verbs.lookup(namespace, keys, readers, probe, ttl=ttl)
         return self._call(self._cache.Lookup, call, timeout)
@@ -139,8 +139,8 @@ class Client(ClientBase):
     ) -> int:
         """Frees locks on chunks [first, end) of a lookup; ``end`` 0 means to the end.
 
-        Returns how many were held and are free now. Idempotent. Only leases that were asked for
-        without session can be freed without one: raises ForeignLease.
+        Returns how many locks it freed: a second call frees none. Raises ForeignLease for a lease
+        that was asked for on a session: only a session can free that.
         """
         call = _verbs.free_locks(lease, first, end, reader, group_idx)
         return self._call(self._cache.FreeLocks, call, timeout)
@@ -161,9 +161,9 @@ class Client(ClientBase):
         """Stores consecutive chunks of one prompt, one shard of each, by sending their bytes.
 
         What the server already has is not sent. ``parent`` is the key of the chunk before the
-        first, empty for a prompt's first chunk. Answers STORED, EXISTS, NO_SPACE, PARENT_MISSING or
-        FAILED for each. Raises WrongLength if a shard is not as long as the namespace's,
-        UnknownNamespace, ChunkTooLarge.
+        first; it is empty for a prompt's first chunk. Returns for each chunk STORED, EXISTS,
+        NO_SPACE, PARENT_MISSING or FAILED. Raises WrongLength if a shard has another length than
+        the namespace's shards, UnknownNamespace, ChunkTooLarge.
         """
         transfer = PutTransfer(
             namespace,
@@ -187,10 +187,7 @@ class Client(ClientBase):
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> list[bytes | None]:
-        """The bytes of one shard of each chunk.
-
-        Ends at the first chunk that is not there: for it and all after it the list has None.
-        """
+        """The bytes of one shard of each chunk; None from the first missing chunk on."""
         transfer = GetTransfer(
             namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id, progress=progress
         )
@@ -209,9 +206,9 @@ class Client(ClientBase):
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> int:
-        """As :meth:`get`, into one buffer for each key. Returns how many it filled, from the first.
+        """As :meth:`get`, into one buffer for each key. Returns how many buffers were filled.
 
-        Raises WrongLength if a buffer is not as long as the namespace's shards.
+        Raises WrongLength if a buffer has another length than the namespace's shards.
         """
         transfer = GetTransfer(
             namespace,
@@ -226,7 +223,7 @@ class Client(ClientBase):
         )
 
     def status(self, *, timeout: float | None = None) -> admin_pb2.StatusResponse:
-        """How the server is doing, as the protocol's message."""
+        """State, sessions, pool and counters of the server, as the protocol's message."""
         return self._call(self._admin.Status, _verbs.status(), timeout)
 
     def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
@@ -241,7 +238,7 @@ class Client(ClientBase):
         )
 
     def chunks(self, namespace: str, *, timeout: float | None = None) -> Iterator[PartStatus]:
-        """The parts of a namespace as they are at one moment, parents before children.
+        """The parts that a namespace has at one moment, parents before children.
 
         Raises UnknownNamespace.
         """
@@ -258,28 +255,31 @@ class Client(ClientBase):
         only: Filter | None = None,
         progress_interval: float = PROGRESS_INTERVAL,
     ) -> Generator[Message, None, None]:
-        """What becomes cached and what ceases to be, after a cursor, from ``"now"`` on, or after a
-        ``"snapshot"`` of what is there. See :mod:`kvdock.events`.
+        """The stream of KV events (:mod:`kvdock.events`).
 
-        Waits until the server has begun: what happens after this call is told, whenever it is read.
-        Ends after Compacted. A progress mark comes after ``progress_interval`` seconds without
-        events (at least 0.1). Raises NoEventLog if the server keeps no log, DeadlineExceeded if it
-        falls silent.
+        ``start`` is a cursor, ``"now"``, or ``"snapshot"``: all that is there, then the events
+        after it. The call returns when the server has begun, so no event after it is missed,
+        however late the stream is read. The stream ends after Compacted. A Progress comes after
+        ``progress_interval`` seconds without events (at least 0.1). Raises NoEventLog if the server
+        keeps no log, DeadlineExceeded if it falls silent.
         """
         request = stream_request(start, only or Filter(), progress_interval)
         with self._errors():
             call = self._events.StreamKVEvents(request)
         responses = self._each(call, self._longest_silence(progress_interval))
-        # A generator that has begun ends its call also if nobody ever reads from it.
+        # A generator ends its call when it is dropped, but only if it has begun.
         first = list(itertools.islice(responses, 1))
         return (message_from_proto(response) for response in itertools.chain(first, responses))
 
     def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
-        """Makes all in a namespace, or in all of them, invisible. Returns how many parts."""
+        """Makes everything in a namespace invisible, or in every one if ``namespace`` is empty.
+
+        Returns how many parts there were.
+        """
         return self._call(self._admin.Clear, _verbs.clear(namespace), timeout)
 
     def evict(self, nbytes: int = 0, *, timeout: float | None = None) -> Evicted:
-        """Drops unlocked parts, the least useful first: at least ``nbytes``, 0 for all."""
+        """Drops at least ``nbytes`` of unlocked parts, the least useful first; 0: all of them."""
         return self._call(self._admin.Evict, _verbs.evict(nbytes), timeout)
 
     def health(self, service: str = "", *, timeout: float | None = None) -> str:
@@ -303,12 +303,13 @@ class Client(ClientBase):
     ) -> Session:
         """Opens a session.
 
-        ``engine_id`` is the same for all processes of one engine and no other's; None makes one up.
-        ``worker_id`` and ``kv_worker_id`` are a worker's rank and shard. ``ttl`` is the silence in
-        seconds after which the server takes the locks back, None: 30. ``client`` names program and
-        version in listings. ``on_lost`` is called once, on the session's reader thread, with the
-        reason when the session is lost; not after close(). A session that it refers to is not ended
-        by being dropped, only by close().
+        * ``engine_id``: one name for all processes of one engine; None makes one up.
+        * ``worker_id``, ``kv_worker_id``: a worker's rank and shard.
+        * ``ttl``: after so many seconds of silence the server takes the locks back; None: 30.
+        * ``client``: the program and its version, for listings.
+        * ``on_lost``: is called with the reason when the session is lost, once, on the session's
+          reader thread; in an event loop for ``kvdock.aio``. Not called after close(). A session
+          that it refers to does not end by being dropped, only by close().
         """
         session = Session.open(
             self._start_session,
@@ -323,15 +324,15 @@ class Client(ClientBase):
     def close(self) -> None:
         """Closes the connection and every session made here. A second call does nothing.
 
-        Calls under way fail with Unavailable. A server that takes nothing delays it by a second for
-        the connection, and one for each session.
+        Calls under way fail with Unavailable. If the server reads nothing any more, close() takes a
+        second for the connection, and one for each session.
         """
         if os.getpid() != self._pid:
             # The connection is the parent's: closing it here would close it there.
             return
         for session in list(self._sessions):
             session.close()
-        # gRPC waits, for ever if need be, until what it is writing was taken: not so the caller.
+        # gRPC waits until the server has taken what is being written, for ever if need be.
         closing = threading.Thread(target=self._channel.close, name="kvdock-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
@@ -388,7 +389,7 @@ class Client(ClientBase):
         result: Callable[[], Result],
         timeout: float | None,
     ) -> Result:
-        """Feeds all answers, then returns the result."""
+        """Feeds every answer, and returns the result after the last."""
         with self._errors():
             responses = method(request)
         with self._stream(responses, timeout) as idle:
@@ -416,14 +417,14 @@ class Client(ClientBase):
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """For the start of a call: sees who would get it, and translates what gRPC raises."""
+        """Around the start of a call: checks the server, and translates what gRPC raises."""
         self._check_server()
         try:
             yield
         except grpc.RpcError as error:
             raise from_rpc_error(error, str(self.address)) from error
         except ValueError as error:
-            # What gRPC raises if, and only if, the channel was closed.
+            # gRPC raises this if the channel was closed, and never else.
             raise closed() from error
 
     @contextlib.contextmanager

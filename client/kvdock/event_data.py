@@ -9,7 +9,7 @@ from typing import TypeAlias
 from kvdock.v1 import types_pb2
 
 ExtraValue: TypeAlias = str | int | bytes | None
-"""None is only ever read: a kind of value that this client does not know."""
+"""None stands for a kind of value that this client does not know. It is read, never written."""
 
 ExtraKey: TypeAlias = ExtraValue | tuple[ExtraValue, ...]
 """One thing that a block's hash commits to beside its tokens."""
@@ -30,13 +30,12 @@ class ChunkEventData:
     lora_name: str = ""
     """Adapter's name; empty for the base model."""
     hash_scheme: str = ""
-    """How block_hashes were made: hashes of one scheme are comparable. Empty: not told."""
+    """How block_hashes were made. Only hashes of one scheme are comparable. Empty: not known."""
     extra_keys: Sequence[tuple[ExtraKey, ...]] = ()
-    """For each of block_hashes what it commits to beside the tokens, an empty tuple for nothing;
-    or nothing at all if no block has any."""
+    """For each of block_hashes what it commits to beside the tokens. Empty if no block has any."""
 
     def to_proto(self) -> types_pb2.ChunkEventData:
-        """The message. Raises ValueError for an extra key that it cannot hold."""
+        """Raises ValueError for an extra key that the message cannot hold."""
         return types_pb2.ChunkEventData(
             block_hashes=self.block_hashes,
             parent_block_hash=self.parent_block_hash,
@@ -49,7 +48,6 @@ class ChunkEventData:
 
     @classmethod
     def from_proto(cls, message: types_pb2.ChunkEventData) -> ChunkEventData:
-        """Reads a message."""
         return cls(
             tuple(message.block_hashes),
             message.parent_block_hash,

@@ -33,9 +33,10 @@ from kvdock.v1 import session_pb2
 class Session(SessionBase[Stream]):
     """What a process holds on the server. Made by :meth:`kvdock.Client.session`.
 
-    Everything it holds (leases, locks, reservations) is released when it ends: by close(), by the
-    death of this process, or by the loss of the server. **End copies into or out of the pool before
-    close()**: it waits for nothing, and the memory may be given to somebody else at once.
+    A session ends by close(), by the death of this process, or by the loss of the server. All that
+    it holds is released then: leases, locks, reservations. **End copies into or out of the pool
+    before close()**: close() does not wait for them, and the server may give the memory to somebody
+    else at once.
 
     Thread-safe. Each verb blocks for at most ``timeout`` seconds and raises a subclass of
     KVDockError; :meth:`submit` never blocks. An answer that comes after its caller gave up (by
@@ -59,12 +60,12 @@ class Session(SessionBase[Stream]):
     def submit(self, request: Message) -> Future[Any]:
         """Sends a request message of the protocol; the future brings its response message.
 
-        Never blocks. The future fails with a KVDockError, at the latest when the session ends; at
-        once with Overloaded if 16 MiB of requests wait to be sent. Requests are sent in order, but
-        for lookups: at most eight are on their way at a time, and of those that wait the latest
-        goes first, after all else. **Cancel a future that nobody awaits any more**: what waits is
-        then never sent, unless it gives something back.
-        Raises TypeError if ``request`` is not a request that a session carries.
+        Never blocks. The future fails with a KVDockError: at the latest when the session ends, and
+        at once with Overloaded if 16 MiB of requests wait to be sent. Requests are sent in order,
+        lookups after all others: at most eight lookups are on their way at a time, and of those
+        that wait the latest goes first. **Cancel a future that nobody awaits any more**: a request
+        that still waits is then never sent, unless it gives something back.
+        Raises TypeError if a session does not carry requests of this type.
         """
         return self._stream.submit(request)
 
@@ -81,10 +82,10 @@ class Session(SessionBase[Stream]):
         mode: TransferMode = TransferMode.UNSPECIFIED,
         timeout: float | None = None,
     ) -> MemoryRegistration:
-        """Hands a worker's KV-cache memory to the server, in place of what was registered before.
+        """Hands a worker's KV-cache memory to the server. It replaces what was registered before.
 
-        UNSPECIFIED lets the server choose between SERVER and SHARED. Raises DeviceMemory if the
-        memory cannot be opened.
+        ``mode`` UNSPECIFIED lets the server choose between SERVER and SHARED. Raises DeviceMemory
+        if the server cannot open the memory.
         """
         return self._call(_verbs.register_memory(namespace, allocations, groups, mode), timeout)
 
@@ -97,7 +98,7 @@ class Session(SessionBase[Stream]):
         probe: bool = False,
         timeout: float | None = None,
     ) -> Hit:
-        """How many of the prompt's chunks, from the first on, are cached; and locks them.
+        """Finds how many of a prompt's chunks, from the first on, are cached, and locks them.
 
         Each of ``readers`` workers gets a lock of its own on every part. The lease lives as long as
         this session. With ``probe`` nothing is locked.
@@ -118,9 +119,9 @@ class Session(SessionBase[Stream]):
     ) -> int:
         """Frees locks on chunks [first, end) of the lookup; ``end`` 0 means to the end.
 
-        Returns how many were held and are free now. Idempotent. ``reader`` None: those of all
-        readers, on a worker's session its own. ``group_idx`` None: all groups'.
-        Raises ForeignLease.
+        Returns how many locks it freed: a second call frees none. ``reader`` None frees the locks
+        of all readers, and on a worker's session the worker's own. ``group_idx`` None frees those
+        of all groups. Raises ForeignLease.
         """
         return self._call(_verbs.free_locks(lease, first, end, reader, group_idx), timeout)
 
@@ -136,9 +137,9 @@ class Session(SessionBase[Stream]):
     ) -> Reservation:
         """Asks for memory to copy consecutive chunks of one prompt into.
 
-        ``parent`` is the key of the chunk before the first, empty for a prompt's first chunk. Copy
-        into the chunks that are RESERVED, then commit. Raises WrongMode outside shared mode,
-        ChunkTooLarge if the pool could not hold one.
+        ``parent`` is the key of the chunk before the first; it is empty for a prompt's first chunk.
+        Copy into the chunks that are RESERVED, then commit. Raises WrongMode outside shared mode,
+        ChunkTooLarge if the whole pool could not hold one chunk.
         """
         seconds = self._seconds(timeout)
         call = _verbs.reserve(namespace, keys, parent, group_idx, event_data, seconds)
@@ -151,14 +152,18 @@ class Session(SessionBase[Stream]):
         *,
         timeout: float | None = None,
     ) -> list[ChunkStatus]:
-        """Seals chunks whose bytes are complete: indexes into the reservation's keys, None for all.
+        """Seals chunks whose bytes are complete.
 
-        Answers STORED or FAILED for each. Raises UnknownReservation, ForeignReservation.
+        ``chunks`` are indexes into the reservation's keys, None for all. Returns STORED or FAILED
+        for each. Raises UnknownReservation, ForeignReservation.
         """
         return self._call(_verbs.commit(reservation, chunks), timeout)
 
     def abort(self, reservation: Reservation | int, *, timeout: float | None = None) -> int:
-        """Returns what a reservation still holds, and how many chunks that were. Idempotent."""
+        """Gives back the memory of a reservation's open chunks, and says how many there were.
+
+        A second call finds none.
+        """
         return self._call(_verbs.abort(reservation), timeout)
 
     def store(
@@ -173,11 +178,12 @@ class Session(SessionBase[Stream]):
         event_data: Sequence[ChunkEventData] | None = None,
         timeout: float | None = None,
     ) -> list[ChunkStatus]:
-        """Server mode: the server copies chunks out of the registered memory, then answers.
+        """Has the server copy chunks out of the registered memory (server mode).
 
-        ``block_ids`` are the blocks of all chunks, chunk by chunk; ``ready_event`` a CUDA IPC event
-        handle that the copy waits for. What is not copied within ``timeout`` never becomes visible,
-        so after DeadlineExceeded the blocks may be used again. Raises WrongMode, DeviceMemory.
+        ``block_ids`` are the blocks of all chunks, chunk by chunk. ``ready_event`` is the handle of
+        a CUDA IPC event that the copy waits for. A chunk that is not copied within ``timeout``
+        never becomes visible, so after DeadlineExceeded the blocks may be used again. Raises
+        WrongMode, DeviceMemory.
         """
         call = _verbs.store(
             namespace,
@@ -209,15 +215,17 @@ class Session(SessionBase[Stream]):
     ) -> list[ChunkResult]:
         """Delivers the locked chunks [first, end) of the lookup; ``end`` 0 means to the end.
 
-        In shared mode it says where they lie: copy, then free the locks, and use the copy only if
-        :meth:`free_locks` reports every one as released. In server mode the bytes are in
-        ``block_ids`` when it answers, and the locks are free; ``also_fill`` names other readers of
-        the same shard that get the same bytes, and each of those asks with ``filled_by``,
-        the reader that fills it, what came of it. Raises UnknownLease, ForeignLease, DeviceMemory.
+        In shared mode the answer says where the chunks lie. Copy them, then free the locks, and use
+        the copy only if :meth:`free_locks` released every lock.
 
-        After DeadlineExceeded or SessionLost the server may still write to the blocks: until its
-        process has ended (:class:`kvdock.liveness.ServerProcess`), or a new session of the worker
-        has registered its memory.
+        In server mode the server has copied the chunks to ``block_ids`` when it answers, and the
+        locks are free. ``also_fill`` names other readers of the same shard, which get the same
+        bytes. Each of them calls retrieve with ``filled_by``, the reader that fills it, to learn
+        the outcome. After DeadlineExceeded or SessionLost the server may still write to the blocks,
+        until its process has ended (:class:`kvdock.liveness.ServerProcess`), or until a new session
+        of the worker has registered the memory.
+
+        Raises UnknownLease, ForeignLease, DeviceMemory.
         """
         call = _verbs.retrieve(
             lease,
@@ -235,9 +243,9 @@ class Session(SessionBase[Stream]):
         return self._call(call, timeout)
 
     def close(self) -> None:
-        """Ends the session, and with it all it holds. Pending futures fail with SessionLost.
+        """Ends the session and releases what it holds. Pending futures fail with SessionLost.
 
-        Waits for no copy: end yours first. A second call does nothing.
+        Does not wait for copies: end yours first. A second call does nothing.
         """
         self._finalizer.detach()
         self._stream.close(CLOSE_SECONDS)

@@ -1,7 +1,7 @@
 """The session stream of the asyncio face, its tasks and the futures that wait for answers."""
 
-# Deadlines are arguments here as in the blocking face, since passing one has a meaning of its own:
-# what a late answer grants is given back.
+# Timeouts are arguments, as in the blocking face: asyncio.timeout around a call would mean another
+# thing. A session gives back what a late answer grants.
 # ruff: noqa: ASYNC109
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stream(StreamBase[asyncio.Future[Any]]):
     ) -> None:
         super().__init__(server, on_lost)
         self._loop = asyncio.get_running_loop()
-        # There may be something to send, or nothing comes any more.
+        # Set when there may be something to send, and when nothing comes any more.
         self._news = asyncio.Event()
         self._is_complete = False
         self._call = start(self._requests())
@@ -121,7 +121,7 @@ class Stream(StreamBase[asyncio.Future[Any]]):
                 self._settle(response)
             error = self._end_of_reading(None)
         except asyncio.CancelledError:
-            # Either we cancelled the call, or somebody this task.
+            # Either we cancelled the call, or somebody cancels this task.
             if not self._call.cancelled():
                 self._call.cancel()
                 raise
@@ -171,5 +171,5 @@ class Stream(StreamBase[asyncio.Future[Any]]):
 
 def _fail(future: asyncio.Future[Any], error: KVDockError) -> None:
     future.set_exception(error)
-    # Nobody need look at the failure: of a heartbeat, or of an answer that is given back.
+    # Marks the error as seen: nobody awaits a heartbeat, or an answer that is given back.
     future.exception()

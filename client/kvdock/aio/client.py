@@ -1,8 +1,7 @@
 """The client of the asyncio face: :class:`kvdock.Client` with coroutines."""
 
-# Deadlines are arguments here as in the blocking face, since passing one has a meaning of its own:
-# a transfer's limits each pause, and what a late answer grants on a session is given back (call by
-# call nobody hears it).
+# Timeouts are arguments, as in the blocking face: asyncio.timeout around a call would mean another
+# thing. A transfer's timeout limits each pause, and a session gives back what a late answer grants.
 # ruff: noqa: ASYNC109
 
 from __future__ import annotations
@@ -106,8 +105,9 @@ class Client(ClientBase):
         only: Filter | None = None,
         progress_interval: float = PROGRESS_INTERVAL,
     ) -> AsyncGenerator[Message, None]:
-        """As :meth:`kvdock.Client.events`, but begins when its first message is asked for: errors
-        come then, and what happens before is not told from ``"now"`` on.
+        """As :meth:`kvdock.Client.events`, but the call begins when the first message is asked for.
+
+        Errors come then, and ``"now"`` is then.
         """
         request = stream_request(start, only or Filter(), progress_interval)
         with self._starting():
@@ -136,7 +136,7 @@ class Client(ClientBase):
         on_lost: Callable[[str], None] | None = None,
         timeout: float | None = None,
     ) -> Session:
-        """As :meth:`kvdock.Client.session`; ``on_lost`` is called in the event loop."""
+        """As :meth:`kvdock.Client.session`."""
         session = await Session.open(
             self._start_session,
             _verbs.open_session(engine_id, role, worker_id, kv_worker_id, ttl, client),
@@ -203,7 +203,7 @@ class Client(ClientBase):
         result: Callable[[], Result],
         timeout: float | None,
     ) -> Result:
-        """Feeds all answers, then returns the result."""
+        """Feeds every answer, and returns the result after the last."""
         with self._starting():
             responses = method(request)
         async with self._stream(responses, timeout) as touch:
@@ -239,7 +239,7 @@ class Client(ClientBase):
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[None]:
-        """For the start of a call: sees who would get it, and translates what gRPC raises."""
+        """Around the start of a call: checks the server, and translates what gRPC raises."""
         self._check_server()
         with self._errors():
             yield
@@ -252,12 +252,12 @@ class Client(ClientBase):
         except grpc.RpcError as error:
             raise from_rpc_error(error, str(self.address)) from error
         except grpc.aio.UsageError as error:
-            # What gRPC raises if the channel was closed.
+            # gRPC raises this if the channel was closed.
             raise closed() from error
         except asyncio.CancelledError:
             if _is_being_cancelled():
                 raise
-            # What gRPC raises in whoever waits when the channel is closed.
+            # gRPC cancels whoever waits when the channel is closed.
             raise closed() from None
 
     @contextlib.asynccontextmanager
@@ -266,7 +266,7 @@ class Client(ClientBase):
     ) -> AsyncIterator[Callable[[], None]]:
         """Limits the pauses of a stream, translates its errors, and ends it with the block.
 
-        Gives the function that says that the stream moves.
+        The block gets a function to call whenever the stream has moved.
         """
         seconds = self._seconds(timeout)
         loop = asyncio.get_running_loop()
@@ -288,6 +288,6 @@ class Client(ClientBase):
 
 
 def _is_being_cancelled() -> bool:
-    """Whether somebody cancels the running task."""
+    """Whether the running task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,7 +1,7 @@
 """The session of the asyncio face: :class:`kvdock.Session` with coroutines."""
 
-# Deadlines are arguments here as in the blocking face, since passing one has a meaning of its own:
-# what a late answer grants is given back.
+# Timeouts are arguments, as in the blocking face: asyncio.timeout around a call would mean another
+# thing. A session gives back what a late answer grants.
 # ruff: noqa: ASYNC109
 
 from __future__ import annotations
