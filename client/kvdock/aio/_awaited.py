@@ -21,8 +21,8 @@ def awaited(
     """
 
     @functools.wraps(method)
-    async def coroutine(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    async def verb(self: Any, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         result: Result = await method(self, *args, **kwargs)  # type: ignore[misc]  # see above
         return result
 
-    return coroutine
+    return verb

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from google.protobuf.message import Message
 
-from kvdock import session as blocking
 from kvdock._session_base import SessionBase
+from kvdock._session_verbs import SessionVerbs
 from kvdock._stream_base import CLOSE_SECONDS
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.address import Address
@@ -47,15 +47,15 @@ class Session(SessionBase[Stream]):
         """As :meth:`kvdock.Session.submit`, with an asyncio future."""
         return self._stream.submit(request)
 
-    register_namespace = awaited(blocking.Session.register_namespace)
-    register_memory = awaited(blocking.Session.register_memory)
-    lookup = awaited(blocking.Session.lookup)
-    free_locks = awaited(blocking.Session.free_locks)
-    reserve = awaited(blocking.Session.reserve)
-    commit = awaited(blocking.Session.commit)
-    abort = awaited(blocking.Session.abort)
-    store = awaited(blocking.Session.store)
-    retrieve = awaited(blocking.Session.retrieve)
+    register_namespace = awaited(SessionVerbs.register_namespace)
+    register_memory = awaited(SessionVerbs.register_memory)
+    lookup = awaited(SessionVerbs.lookup)
+    free_locks = awaited(SessionVerbs.free_locks)
+    reserve = awaited(SessionVerbs.reserve)
+    commit = awaited(SessionVerbs.commit)
+    abort = awaited(SessionVerbs.abort)
+    store = awaited(SessionVerbs.store)
+    retrieve = awaited(SessionVerbs.retrieve)
 
     async def close(self) -> None:
         """As :meth:`kvdock.Session.close`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from kvdock._client_base import DEFAULT_TIMEOUT
 from kvdock._version import __version__
 from kvdock.address import ENVIRONMENT_VARIABLE, default_address
 from kvdock.cli import commands, doctor, events
-from kvdock.client import DEFAULT_TIMEOUT
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
