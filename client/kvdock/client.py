@@ -307,9 +307,9 @@ class Client(ClientBase):
         * ``worker_id``, ``kv_worker_id``: a worker's rank and shard.
         * ``ttl``: after so many seconds of silence the server takes the locks back; None: 30.
         * ``client``: the program and its version, for listings.
-        * ``on_lost``: is called with the reason when the session is lost, once, on the session's
-          reader thread; in an event loop for ``kvdock.aio``. Not called after close(). A session
-          that it refers to does not end by being dropped, only by close().
+        * ``on_lost``: is called once with the reason when the session is lost, but not after
+          close(). It runs on the session's reader thread (with ``kvdock.aio`` in the event loop). A
+          session that it refers to does not end by being dropped, only by close().
         """
         session = Session.open(
             self._start_session,
@@ -357,6 +357,7 @@ class Client(ClientBase):
         return call.read(response)
 
     def _upload(self, transfer: PutTransfer, timeout: float | None) -> list[ChunkStatus]:
+        """Sends what the server's first answer asks for, and returns what became of each chunk."""
         answered = threading.Event()
 
         def requests() -> Iterator[bytes]:

@@ -171,6 +171,7 @@ class Client(ClientBase):
         return call.read(response)
 
     async def _upload(self, transfer: PutTransfer, timeout: float | None) -> list[ChunkStatus]:
+        """Sends what the server's first answer asks for, and returns what became of each chunk."""
         answered = asyncio.Event()
 
         async def requests() -> AsyncIterator[bytes]:
