@@ -1,7 +1,7 @@
-"""Every call as data: the request message, and how its response is read. Nothing here does I/O.
+"""Calls as data: the request message, and how its response is read. Nothing here does I/O.
 
-A request is sent by itself (:class:`kvdock.Client`) or on a session's stream
-(:class:`kvdock.Session`). What a function's arguments mean stands at the method of its name there.
+What a function's arguments mean stands at the method of its name in :class:`kvdock.Client`. Verbs
+that only a session has are in :mod:`kvdock._session_verbs`.
 """
 
 from __future__ import annotations
