@@ -1,13 +1,12 @@
 """A limit on how long a transfer may stand still.
 
-The time a transfer takes depends on its size, which the side that reads does not know beforehand.
-So what is limited is not the whole but each pause.
+How long a transfer takes depends on its size, which the reading side does not know beforehand. So
+each pause is limited, and not the whole.
 """
 
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Protocol, Self
 
 
@@ -16,16 +15,16 @@ class Cancellable(Protocol):
 
 
 class IdleLimit:
-    """Context in which ``call`` is cancelled once :meth:`touch` was not called for a while.
+    """A context that cancels ``call`` when :meth:`touch` is not called for ``seconds``.
 
-    That is noticed after ``seconds`` at the earliest and twice that at the latest.
+    A pause may last twice as long before it is noticed.
     """
 
     def __init__(self, call: Cancellable, seconds: float) -> None:
         self.seconds = seconds
         self.exceeded = False
         self.paused = False
-        """True while it is the reader that takes its time."""
+        """True while the reader takes its time, which is no pause of the transfer."""
         self._call = call
         self._touched = False
         self._done = threading.Event()
@@ -38,12 +37,7 @@ class IdleLimit:
         threading.Thread(target=self._watch, name="kvdock-idle-limit", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._done.set()
 
     def _watch(self) -> None:

@@ -1,14 +1,14 @@
 """Bytes that travel in the stream: the state of one Put and of one Get, without I/O.
 
-The messages that carry a Put's bytes are written out here and not by protobuf: it would build the
-message in an arena, encode it into a second buffer that it enlarges step by step, and copy that,
-each time into memory fresh from the kernel. That takes longer than sending it.
+The messages with a Put's bytes are serialized here. protobuf would build each message in an arena,
+encode it into a second buffer that it enlarges step by step, and copy that buffer, each time into
+memory fresh from the kernel. That takes longer than sending the message.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvdock._verbs import check_size, event_data_messages, within_limits
@@ -30,9 +30,12 @@ _DATA_DATA = cache_pb2.PutData.DATA_FIELD_NUMBER
 
 PUT_METHOD = "/kvdock.v1.CacheService/Put"
 
+Progress = Callable[[int], None]
+"""Called with the number of bytes that moved since the last call."""
+
 
 def put_data(chunk: int, data: memoryview) -> bytes:
-    """A PutRequest with a PutData of these fields, serialized."""
+    """A serialized PutRequest with a PutData of these fields."""
     chunk_field = _tag(_DATA_CHUNK, _VARINT) + _varint(chunk)
     data_head = _tag(_DATA_DATA, _LENGTH_DELIMITED) + _varint(data.nbytes)
     inner_bytes = len(chunk_field) + len(data_head) + data.nbytes
@@ -66,10 +69,13 @@ class PutTransfer:
         group_idx: int | None,
         kv_worker_id: int,
         event_data: Sequence[ChunkEventData] | None,
+        progress: Progress | None = None,
     ) -> None:
         if len(keys) != len(shards):
             raise InvalidArgument(f"put got {len(keys)} keys and {len(shards)} shards")
         self._shards = [memoryview(shard).cast("B") for shard in shards]
+        self._progress = progress
+        self._fault: Exception | None = None
         self._admitted: list[int] = []
         self._statuses = [ChunkStatus.FAILED] * len(keys)
         with within_limits("put"):
@@ -85,12 +91,12 @@ class PutTransfer:
             )
         check_size(opening)
         self.open: bytes = opening.SerializeToString()
-        """First message to send, serialized."""
+        """The first message to send, serialized."""
 
     def feed(self, response: cache_pb2.PutResponse) -> None:
-        """Takes one of the server's answers; the first one says what to send.
+        """Takes an answer of the server. The first one says what to send.
 
-        Raises WrongLength if a shard is not as long as the namespace's shards.
+        Raises WrongLength if a shard has another length than the namespace's shards.
         """
         if response.WhichOneof("message") == "admission":
             self._admit(response.admission)
@@ -116,7 +122,7 @@ class PutTransfer:
     def data(self) -> Iterator[tuple[bytes, int]]:
         """The serialized messages that carry the admitted shards, in order.
 
-        Beside each stands how many of the shards' bytes it carries.
+        With each comes the number of the shards' bytes in it.
         """
         for index in self._admitted:
             shard = self._shards[index]
@@ -124,8 +130,23 @@ class PutTransfer:
                 piece = shard[start : start + MESSAGE_BYTES]
                 yield put_data(index, piece), piece.nbytes
 
+    def sent(self, nbytes: int) -> bool:
+        """Tells ``progress`` that ``nbytes`` were sent. False if ``progress`` raised.
+
+        :meth:`result` raises the error for the caller of put. gRPC, which takes the messages, would
+        only cancel the call.
+        """
+        if self._progress is not None:
+            try:
+                self._progress(nbytes)
+            except Exception as fault:
+                self._fault = fault
+        return self._fault is None
+
     def result(self) -> list[ChunkStatus]:
-        """What became of each chunk: STORED, EXISTS, NO_SPACE, PARENT_MISSING or FAILED."""
+        """STORED, EXISTS, NO_SPACE, PARENT_MISSING or FAILED for each chunk."""
+        if self._fault is not None:
+            raise self._fault
         return self._statuses
 
 
@@ -139,6 +160,7 @@ class GetTransfer:
         *,
         group_idx: int | None,
         kv_worker_id: int,
+        progress: Progress | None = None,
         buffers: Sequence[WriteableBuffer] | None = None,
     ) -> None:
         if buffers is not None and len(keys) != len(buffers):
@@ -146,6 +168,7 @@ class GetTransfer:
         self._buffers = (
             None if buffers is None else [memoryview(buffer).cast("B") for buffer in buffers]
         )
+        self._progress = progress
         self._chunks = [io.BytesIO() for _ in keys] if buffers is None else []
         self._received = [0] * len(keys)
         self._complete = [False] * len(keys)
@@ -162,16 +185,16 @@ class GetTransfer:
 
     @property
     def num_complete(self) -> int:
-        """Chunks that came whole. They are the first ones, since a Get ends at the first miss."""
+        """How many chunks came whole: the first ones, since a Get ends at the first miss."""
         return sum(self._complete)
 
-    def feed(self, response: cache_pb2.GetResponse) -> int:
-        """Takes one of the server's answers. Returns how many bytes it brought.
+    def feed(self, response: cache_pb2.GetResponse) -> None:
+        """Takes an answer of the server, and tells ``progress`` how many bytes it brought.
 
-        Raises WrongLength if the caller's buffer is not as long as the shard.
+        Raises WrongLength if the caller's buffer has another length than the shard.
         """
         if response.status != types_pb2.CHUNK_STATUS_RETRIEVED:
-            return 0
+            return
         index, data = response.chunk, response.data
         start = self._received[index]
         if self._buffers is None:
@@ -186,10 +209,11 @@ class GetTransfer:
             buffer[start : start + len(data)] = data
         self._received[index] = start + len(data)
         self._complete[index] = self._received[index] == response.shard_bytes
-        return len(data)
+        if self._progress is not None:
+            self._progress(len(data))
 
     def result(self) -> list[bytes | None]:
-        """For each chunk its bytes, or None if it was not there or came after one that was not."""
+        """The bytes of each chunk; None for each that did not come whole."""
         return [
             chunk.getvalue() if complete else None
             for chunk, complete in zip(self._chunks, self._complete, strict=True)

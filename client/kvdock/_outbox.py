@@ -1,10 +1,11 @@
-"""What a session has yet to send, and which of it goes next. Pure: no I/O, no locks.
+"""What a session has yet to send, and which request goes next. Pure: no I/O, no locks.
 
 A server that is asked for more than it can do answers late, and a late answer is worth nothing: its
-caller has gone on without. Refusing costs the server what answering costs, nearly all of it in
-gRPC, so what nobody wants any more must not be sent. Hence few lookups are on their way at a time.
-The others wait here, where one that is given up costs nothing. Of those the newest goes first: it
-has the most time left. In the order of their coming each would go when its time is nearly over.
+caller has gone on without it. A refusal costs the server as much as an answer, nearly all of it in
+gRPC. So a lookup that nobody awaits any more must not be sent. Hence only a few lookups are on
+their way at a time. The others wait here, where giving up costs nothing. The newest goes first,
+since it has the most time left. If the oldest went first, each would go when its time is nearly
+over.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from kvdock.errors import Overloaded
 from kvdock.v1 import session_pb2
 
 LOOKUPS_UNDER_WAY = 8
-"""As many keep the server busy. Those of 25 sessions keep it busy for 0.1 s."""
+"""Enough to keep the server busy. Those of 25 sessions keep it busy for 0.1 s."""
 
 MOST_WAITING_BYTES = 16 << 20
 _OBJECT_BYTES = 1 << 10
 """What a request costs beside its own bytes, roughly."""
 
-# These give back, or show that the session lives. They are sent even if nobody awaits the answer,
-# and are never too many, since the server granted what they give back.
+# These give back what the server granted, or show that the session lives. So there are never too
+# many, and they are sent even if nobody awaits the answer.
 _ALWAYS_SENT = frozenset({"open", "heartbeat", "free_locks", "commit", "abort"})
 
 
@@ -46,7 +47,7 @@ class Outbox:
         return len(self._lookups) + len(self._others)
 
     def put(self, request: session_pb2.SessionRequest, nbytes: int) -> None:
-        """Adds a request of so many bytes. Raises Overloaded if too much waits already."""
+        """Adds a request of ``nbytes`` bytes. Raises Overloaded if too much waits already."""
         waiting = _Waiting(request, request.WhichOneof("request"), nbytes + _OBJECT_BYTES)
         is_too_much = self._nbytes + waiting.nbytes > MOST_WAITING_BYTES
         if is_too_much and waiting.kind not in _ALWAYS_SENT:
@@ -80,7 +81,7 @@ class Outbox:
         return waiting.request
 
     def drop(self, request_id: int) -> bool:
-        """Forgets a request whose answer nobody awaits. False if it was sent, or will be anyhow."""
+        """Forgets a request. False if it was sent, or must be sent all the same."""
         queue = self._lookups if request_id in self._lookups else self._others
         waiting = queue.get(request_id)
         if waiting is None or waiting.kind in _ALWAYS_SENT:
@@ -90,10 +91,10 @@ class Outbox:
         return True
 
     def answered(self, request_id: int) -> None:
-        """The answer to a request came."""
+        """Notes that the answer to a request came."""
         self._under_way.discard(request_id)
 
     def end(self) -> None:
-        """Nobody awaits any answer any more."""
+        """Forgets all requests that may be forgotten."""
         for request_id in [*self._lookups, *self._others]:
             self.drop(request_id)

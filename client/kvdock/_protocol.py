@@ -1,11 +1,11 @@
 """The protocol of a session stream, without I/O.
 
 A SessionProtocol chooses what is sent next, matches answers to requests and knows when the session
-is over. The two faces move the messages and own the futures, which this module only holds as opaque
-handles.
+is over. The two faces move the messages and own the futures. Here a future is only a handle.
 
-States: open until :meth:`~SessionProtocol.expire` (the server took the locks away because it heard
-nothing for a TTL; the stream goes on) or :meth:`~SessionProtocol.end` (the stream is gone).
+A session is open until it expires or ends. It expires when the server takes the locks away because
+it heard nothing for a TTL: the stream goes on (:meth:`SessionProtocol.expire`). It ends with its
+stream (:meth:`SessionProtocol.end`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvdock.v1 import cache_pb2, session_pb2
 Handle = TypeVar("Handle")
 
 MISSED_HEARTBEATS = 3
-"""Heartbeats in a row that may go unanswered. They are sent every third of the TTL."""
+"""How many heartbeats in a row may go unanswered. One is sent every third of the TTL."""
 
 _FIELD_OF_REQUEST: Mapping[type[Message], str] = {
     session_pb2.OpenRequest: "open",
@@ -45,7 +45,7 @@ _FIELD_OF_REQUEST: Mapping[type[Message], str] = {
 
 @dataclass(slots=True)
 class _Pending(Generic[Handle]):
-    """A request without answer. ``sent`` is in seconds of our clock."""
+    """A request without answer. ``sent`` is in seconds of this process's clock."""
 
     field: str
     handle: Handle
@@ -69,11 +69,11 @@ class SessionProtocol(Generic[Handle]):
         return self._over
 
     def request(self, message: Message, handle: Handle) -> int:
-        """Takes ``message``, to be sent; its answer will come with ``handle``. Returns its id.
+        """Takes a message to send, and the handle that its answer will come with. Returns an id.
 
         Raises SessionLost or SessionExpired if the session is over, InvalidArgument if the message
-        is too large, Overloaded if too many wait, TypeError if a session stream does not carry its
-        type.
+        is too large, Overloaded if too many messages wait, TypeError if a session stream does not
+        carry messages of this type.
         """
         if self._over is not None:
             raise again(self._over)
@@ -103,14 +103,14 @@ class SessionProtocol(Generic[Handle]):
         return request
 
     def give_up(self, request_id: int) -> None:
-        """Nobody awaits the answer any more: unless it is sent already, it need not be."""
+        """Nobody awaits the answer any more: a request that still waits need not be sent."""
         if self._outbox.drop(request_id):
             del self._pending[request_id]
 
     def response(
         self, message: session_pb2.SessionResponse
     ) -> tuple[Handle, Message | KVDockError] | None:
-        """Whose answer this is, and the answer. None if nobody asked."""
+        """The handle of the request that this answers, and the answer. None if nobody asked."""
         pending = self._pending.pop(message.id, None)
         if pending is None:
             return None
@@ -156,7 +156,7 @@ def session_lost(error: KVDockError) -> SessionLost:
 
 
 def again(error: KVDockError) -> KVDockError:
-    """A copy to raise: one that is kept would keep its traceback, and with it all who waited."""
+    """A copy to raise. An error that is kept keeps its traceback, and all objects in that."""
     copy = type(error)(error.message, code=error.code, reason=error.reason)
     copy.__cause__ = error.__cause__
     return copy

@@ -1,8 +1,7 @@
-"""Every call as data: the request message, and how its response is read.
+"""Calls as data: the request message, and how its response is read. Nothing here does I/O.
 
-Both faces of the client and both ways to send a request, by itself or on a session's stream, use
-these. Nothing here does I/O. What a function's arguments mean stands at the method of
-:class:`kvdock.Client` or :class:`kvdock.Session` that has its name.
+What a function's arguments mean stands at the method of its name in :class:`kvdock.Client`. Verbs
+that only a session has are in :mod:`kvdock._session_verbs`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,22 +21,15 @@ from kvdock.channel import MAX_MESSAGE_BYTES
 from kvdock.errors import InvalidArgument
 from kvdock.types import (
     ChunkEventData,
-    ChunkResult,
-    ChunkStatus,
-    DeviceAllocation,
     Evicted,
-    GroupMemory,
     Hit,
     Lease,
-    MemoryRegistration,
     Namespace,
-    Reservation,
     SessionRole,
-    TransferMode,
 )
 from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 
-# A year; some clocks end with the century.
+# A year: waiting for much longer than that overflows some clocks.
 _LONGEST_TIMEOUT = 365 * 86_400.0
 _LONGEST_TIMEOUT_MS = 86_400_000
 
@@ -49,16 +40,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Request, Response, Result]):
-    """A request, and the function that makes the caller's result of its response."""
+    """A request, and the function that turns its response into what the caller gets."""
 
     request: Request
     read: Callable[[Response], Result]
 
 
 def check_size(message: Message) -> int:
-    """The message's bytes. Raises InvalidArgument if they are more than the protocol allows.
+    """The message's size in bytes. Raises InvalidArgument if the protocol allows no such size.
 
-    gRPC would refuse it too, but end the whole stream with it.
+    gRPC would refuse such a message too, but would end the whole stream.
     """
     size = message.ByteSize()
     if size > MAX_MESSAGE_BYTES:
@@ -71,7 +62,7 @@ def check_size(message: Message) -> int:
 
 @contextlib.contextmanager
 def within_limits(call: str) -> Iterator[None]:
-    """Turns what protobuf raises for a value that its field cannot hold into InvalidArgument."""
+    """Raises InvalidArgument where protobuf raises, for a value that its field cannot hold."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -79,14 +70,14 @@ def within_limits(call: str) -> Iterator[None]:
 
 
 def limited(timeout: float) -> float:
-    """A number of seconds that every clock can hold. Raises InvalidArgument for NaN."""
+    """``timeout``, at most a year, in seconds. Raises InvalidArgument for NaN."""
     if math.isnan(timeout):
         raise InvalidArgument("timeout is NaN: give a number of seconds")
     return min(timeout, _LONGEST_TIMEOUT)
 
 
 def milliseconds(ttl: float | None) -> int:
-    """Of so many seconds; 0, which stands for the server's default, if None."""
+    """``ttl`` seconds in milliseconds; 0 for None, which on the wire is the server's default."""
     if ttl is None:
         return 0
     if ttl <= 0:
@@ -146,7 +137,7 @@ def lookup(
             readers=readers,
             probe=probe,
             ttl_ms=milliseconds(ttl),
-            timeout_ms=0 if timeout is None else _timeout_ms(timeout),
+            timeout_ms=0 if timeout is None else limit_ms(timeout),
         ),
         Hit.from_proto,
     )
@@ -157,138 +148,13 @@ def free_locks(
     lease: Lease | int, first: int, end: int, reader: int | None, group_idx: int | None
 ) -> Call[cache_pb2.FreeLocksRequest, cache_pb2.FreeLocksResponse, int]:
     locks = cache_pb2.LockRange(
-        lease_id=_lease_id(lease),
+        lease_id=lease_id(lease),
         first_chunk=first,
         end_chunk=end,
         reader=reader,
         group_idx=group_idx,
     )
     return Call(cache_pb2.FreeLocksRequest(locks=[locks]), lambda response: sum(response.released))
-
-
-@within_limits("reserve")
-def reserve(
-    namespace: str,
-    keys: Sequence[bytes],
-    parent: bytes,
-    group_idx: int | None,
-    event_data: Sequence[ChunkEventData] | None,
-    timeout: float,
-) -> Call[cache_pb2.ReserveRequest, cache_pb2.ReserveResponse, Reservation]:
-    return Call(
-        cache_pb2.ReserveRequest(
-            namespace=namespace,
-            group_idx=group_idx,
-            parent_key=parent,
-            keys=keys,
-            event_data=event_data_messages(event_data),
-            timeout_ms=_timeout_ms(timeout),
-        ),
-        Reservation.from_proto,
-    )
-
-
-@within_limits("commit")
-def commit(
-    reservation: Reservation | int, chunks: Sequence[int] | None
-) -> Call[cache_pb2.CommitRequest, cache_pb2.CommitResponse, list[ChunkStatus]]:
-    if chunks is not None and not chunks:
-        # On the wire no chunk at all means every chunk.
-        raise InvalidArgument("commit names no chunks; pass None for all that are still open")
-    return Call(
-        cache_pb2.CommitRequest(reservation_id=_reservation_id(reservation), chunks=chunks),
-        lambda response: _statuses(response.statuses),
-    )
-
-
-@within_limits("abort")
-def abort(
-    reservation: Reservation | int,
-) -> Call[cache_pb2.AbortRequest, cache_pb2.AbortResponse, int]:
-    return Call(
-        cache_pb2.AbortRequest(reservation_id=_reservation_id(reservation)),
-        lambda response: response.aborted,
-    )
-
-
-@within_limits("store")
-def store(
-    namespace: str,
-    keys: Sequence[bytes],
-    block_ids: Sequence[int],
-    parent: bytes,
-    group_idx: int | None,
-    ready_event: bytes,
-    event_data: Sequence[ChunkEventData] | None,
-    seconds: float,
-) -> Call[cache_pb2.StoreRequest, cache_pb2.StoreResponse, list[ChunkStatus]]:
-    timeout_ms = _timeout_ms(seconds)
-    return Call(
-        cache_pb2.StoreRequest(
-            namespace=namespace,
-            group_idx=group_idx,
-            parent_key=parent,
-            keys=keys,
-            block_ids=block_ids,
-            ready_event=ready_event,
-            event_data=event_data_messages(event_data),
-            timeout_ms=timeout_ms,
-            deadline_ns=time.monotonic_ns() + timeout_ms * 1_000_000,
-        ),
-        lambda response: _statuses(response.statuses),
-    )
-
-
-@within_limits("retrieve")
-def retrieve(
-    lease: Lease | int,
-    first: int,
-    end: int,
-    group_idx: int | None,
-    kv_worker_id: int,
-    reader: int,
-    block_ids: Sequence[int],
-    skip_blocks: int,
-    ready_event: bytes,
-    also_fill: Sequence[int],
-    filled_by: int | None,
-) -> Call[cache_pb2.RetrieveRequest, cache_pb2.RetrieveResponse, list[ChunkResult]]:
-    return Call(
-        cache_pb2.RetrieveRequest(
-            lease_id=_lease_id(lease),
-            group_idx=group_idx,
-            first_chunk=first,
-            end_chunk=end,
-            kv_worker_id=kv_worker_id,
-            reader=reader,
-            block_ids=block_ids,
-            skip_blocks=skip_blocks,
-            ready_event=ready_event,
-            also_fill=also_fill,
-            filled_by=filled_by,
-        ),
-        lambda response: [ChunkResult.from_proto(chunk) for chunk in response.chunks],
-    )
-
-
-@within_limits("register_memory")
-def register_memory(
-    namespace: str,
-    allocations: Sequence[DeviceAllocation],
-    groups: Sequence[GroupMemory],
-    mode: TransferMode,
-) -> Call[
-    session_pb2.RegisterMemoryRequest, session_pb2.RegisterMemoryResponse, MemoryRegistration
-]:
-    return Call(
-        session_pb2.RegisterMemoryRequest(
-            namespace=namespace,
-            mode=types_pb2.TransferMode.ValueType(mode),
-            allocations=[allocation.to_proto() for allocation in allocations],
-            groups=[group.to_proto() for group in groups],
-        ),
-        MemoryRegistration.from_proto,
-    )
 
 
 def status() -> Call[admin_pb2.StatusRequest, admin_pb2.StatusResponse, admin_pb2.StatusResponse]:
@@ -316,22 +182,13 @@ def evict(nbytes: int) -> Call[admin_pb2.EvictRequest, admin_pb2.EvictResponse, 
 def event_data_messages(
     event_data: Sequence[ChunkEventData] | None,
 ) -> list[types_pb2.ChunkEventData]:
-    """The messages; none for None."""
     return [data.to_proto() for data in event_data or ()]
 
 
-def _timeout_ms(seconds: float) -> int:
-    """For a field that limits what the server does, where 0 would mean no limit."""
+def limit_ms(seconds: float) -> int:
+    """Milliseconds for a field in which 0 would mean no limit."""
     return min(math.ceil(max(seconds, 0.001) * 1000), _LONGEST_TIMEOUT_MS)
 
 
-def _lease_id(lease: Lease | int) -> int:
+def lease_id(lease: Lease | int) -> int:
     return lease.id if isinstance(lease, Lease) else lease
-
-
-def _reservation_id(reservation: Reservation | int) -> int:
-    return reservation.id if isinstance(reservation, Reservation) else reservation
-
-
-def _statuses(values: Sequence[int]) -> list[ChunkStatus]:
-    return [ChunkStatus(value) for value in values]

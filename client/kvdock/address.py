@@ -1,7 +1,6 @@
-"""Addresses of servers, and where the server of this host is found when nobody says where.
+"""Addresses of servers, and the default address of this host's server.
 
-One spelling for people and programs: ``unix:///run/user/1000/kvdock.sock`` for a Unix socket,
-``host:port`` for TCP.
+An address is ``unix:///run/user/1000/kvdock.sock`` for a Unix socket, ``host:port`` for TCP.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens. ``str()`` gives the canonical spelling."""
+    """Where a server listens. ``str()`` gives :attr:`text`."""
 
     text: str
     """Canonical spelling: ``unix:///path`` or ``host:port``."""
     target: str
-    """What gRPC is given."""
+    """The address in gRPC's spelling."""
     socket_path: Path | None
     """Path of the Unix socket; None for TCP."""
     is_local: bool
@@ -57,10 +56,10 @@ def default_socket_path() -> Path:
 
 
 def ownership_fault(path: Path, users: Container[int]) -> str | None:
-    """Why others than ``users`` decide what is at ``path``, in words; None if they do not.
+    """Why others than ``users`` can change what is at ``path``, in words; None if they cannot.
 
-    What is there must belong to them, and so must what it leads to if it is a symbolic link. A
-    folder must not let everybody replace what is in it. Raises OSError.
+    The file or folder at ``path`` must belong to ``users``, and so must the target of a symbolic
+    link. A folder must not let everybody replace its files. Raises OSError.
     """
     for place in dict.fromkeys((path, Path(os.path.realpath(path)))):
         found = place.lstat()

@@ -17,8 +17,7 @@ def options(address: Address) -> Options:
     chosen: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        # A server that restarts is found again within a second or so, not after gRPC's backoff of
-        # up to two minutes.
+        # Finds a restarted server within about a second; gRPC's own backoff grows to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # A connection of its own: gRPC would otherwise share one, and its backoff, between all
@@ -29,9 +28,9 @@ def options(address: Address) -> Options:
         # gRPC would otherwise send even 127.0.0.1 through $http_proxy.
         chosen.append(("grpc.enable_http_proxy", 0))
     if address.socket_path is None:
-        # Finds a peer that vanished without closing its connection. A Unix socket's peer cannot.
-        # The server allows a ping every 5 s; with gRPC's own limit of one in 5 minutes it would
-        # answer these with "Too many pings".
+        # Finds a peer that vanished without closing its connection, which a Unix socket's cannot.
+        # Our server allows a ping every 5 s. One with gRPC's own limit, a ping in 5 minutes, would
+        # answer "Too many pings".
         chosen += [
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),

@@ -9,26 +9,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import grpc
 
 from kvdock import _health, _verbs
+from kvdock._client_base import DEFAULT_TIMEOUT, ClientBase, closed
 from kvdock._idle import Cancellable, IdleLimit
-from kvdock._inline import PUT_METHOD, GetTransfer, PutTransfer
+from kvdock._inline import PUT_METHOD, GetTransfer, Progress, PutTransfer
 from kvdock._verbs import Call, Request, Response, Result
-from kvdock.address import Address, default_address, parse
-from kvdock.channel import Options, options
-from kvdock.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    ServerError,
-    Unavailable,
-    from_rpc_error,
-)
+from kvdock.channel import Options
+from kvdock.errors import from_rpc_error
 from kvdock.events.messages import (
-    MISSED_SIGNS,
     PROGRESS_INTERVAL,
     Cursor,
     Filter,
@@ -36,9 +28,8 @@ from kvdock.events.messages import (
     message_from_proto,
     stream_request,
 )
-from kvdock.fork import refuse_broken_fork, refuse_fork_of, remember
+from kvdock.fork import remember
 from kvdock.session import Session
-from kvdock.trust import Gatekeeper
 from kvdock.types import (
     ChunkEventData,
     ChunkStatus,
@@ -65,25 +56,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT = 5.0
-"""Seconds."""
-
-# What close() gives gRPC to end the connection in order.
+# Seconds that close() gives gRPC to end the connection in order.
 _CLOSE_SECONDS = 1.0
 
-Progress = Callable[[int], None]
-"""Is told the bytes moved since it was last told."""
 
-
-class Client:
+class Client(ClientBase):
     """A server, asked call by call. Thread-safe; connects when it is first used.
 
-    ``address`` is the server's; None finds the one of this host (:mod:`kvdock.address`). Each call
-    takes at most ``timeout`` seconds and raises a subclass of KVDockError; in put, get and listings
-    it is each pause that takes at most so long, or up to twice that until it is noticed. Raises
-    UntrustedServer if another user may be listening at a Unix socket (:mod:`kvdock.trust`), and
-    Forked in a process where gRPC cannot work (:mod:`kvdock.fork`).
-    ``channel_options`` are options of gRPC, added to those that every client has.
+    ``address`` None finds this host's server (:mod:`kvdock.address`). ``channel_options`` are
+    options of gRPC, added to those of every client.
+
+    Each call takes at most ``timeout`` seconds. In put, get and listings ``timeout`` limits each
+    pause instead, and a pause may last twice as long before it is noticed. A call that fails raises
+    a subclass of KVDockError: UntrustedServer if another user may be listening at a Unix socket
+    (:mod:`kvdock.trust`), Forked in a process where gRPC cannot work (:mod:`kvdock.fork`).
     """
 
     def __init__(
@@ -93,18 +79,11 @@ class Client:
         timeout: float = DEFAULT_TIMEOUT,
         channel_options: Options = (),
     ) -> None:
-        self.address: Address = parse(default_address() if address is None else address)
-        self.timeout = timeout
-        self._gatekeeper = Gatekeeper(self.address)
-        self._pid = os.getpid()
-        refuse_broken_fork()
-        self._channel = grpc.insecure_channel(
-            self.address.target, [*options(self.address), *channel_options]
-        )
+        super().__init__(address, timeout, channel_options)
+        self._channel = grpc.insecure_channel(self.address.target, self._channel_options)
         remember(self._channel)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
-        # Stubs are made here and not when they are needed: making one from a channel that was
-        # closed meanwhile crashes the process.
+        # Stubs are made now: making one from a channel that was closed crashes the process.
         self._open_session = session_pb2_grpc.SessionServiceStub(self._channel).Session
         self._check_health = self._channel.unary_unary(
             _health.CHECK,
@@ -122,7 +101,7 @@ class Client:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def register_namespace(self, namespace: Namespace, *, timeout: float | None = None) -> bool:
-        """Makes a namespace known. Idempotent: False if it was known before.
+        """Makes a namespace known. Returns False if it was known before.
 
         Raises NamespaceConflict if it is known with other contents.
         """
@@ -139,11 +118,11 @@ class Client:
         ttl: float | None = None,
         timeout: float | None = None,
     ) -> Hit:
-        """How many of the prompt's chunks, from the first on, are cached; and locks them.
+        """Finds how many of a prompt's chunks, from the first on, are cached, and locks them.
 
-        The lease lives for ``ttl`` seconds, None: the server's default of 30. With ``probe``
+        The lease lives for ``ttl`` seconds; None: the server's default of 30. With ``probe``
         nothing is locked. Raises UnknownNamespace. After DeadlineExceeded there may be a lease that
-        nobody knows of, which lives as long; a session's lookup gives it back.
+        nobody knows of, until its ``ttl`` is over. (A session gives such a lease back.)
         """
         call = _verbs.lookup(namespace, keys, readers, probe, ttl=ttl)
         return self._call(self._cache.Lookup, call, timeout)
@@ -160,8 +139,8 @@ class Client:
     ) -> int:
         """Frees locks on chunks [first, end) of a lookup; ``end`` 0 means to the end.
 
-        Returns how many were held and are free now. Idempotent. Only leases that were asked for
-        without session can be freed without one: raises ForeignLease.
+        Returns how many locks it freed: a second call frees none. Raises ForeignLease for a lease
+        that was asked for on a session: only a session can free that.
         """
         call = _verbs.free_locks(lease, first, end, reader, group_idx)
         return self._call(self._cache.FreeLocks, call, timeout)
@@ -182,9 +161,9 @@ class Client:
         """Stores consecutive chunks of one prompt, one shard of each, by sending their bytes.
 
         What the server already has is not sent. ``parent`` is the key of the chunk before the
-        first, empty for a prompt's first chunk. Answers STORED, EXISTS, NO_SPACE, PARENT_MISSING or
-        FAILED for each. Raises WrongLength if a shard is not as long as the namespace's,
-        UnknownNamespace, ChunkTooLarge.
+        first; it is empty for a prompt's first chunk. Returns for each chunk STORED, EXISTS,
+        NO_SPACE, PARENT_MISSING or FAILED. Raises WrongLength if a shard has another length than
+        the namespace's shards, UnknownNamespace, ChunkTooLarge.
         """
         transfer = PutTransfer(
             namespace,
@@ -194,38 +173,9 @@ class Client:
             group_idx=group_idx,
             kv_worker_id=kv_worker_id,
             event_data=event_data,
+            progress=progress,
         )
-        # What progress raised: for our caller, not for gRPC, which would only cancel the call.
-        faults: list[Exception] = []
-        answered = threading.Event()
-
-        def requests() -> Iterator[bytes]:
-            # Runs on a thread of gRPC's.
-            yield transfer.open
-            answered.wait()
-            for message, nbytes in transfer.data():
-                yield message
-                idle.touch()
-                if progress is not None:
-                    try:
-                        progress(nbytes)
-                    except Exception as fault:
-                        faults.append(fault)
-                        return
-
-        with self._errors():
-            responses = self._put(requests())
-        with self._stream(responses, timeout) as idle:
-            try:
-                for response in responses:
-                    idle.touch()
-                    transfer.feed(response)
-                    answered.set()
-            finally:
-                answered.set()
-        if faults:
-            raise faults[0]
-        return transfer.result()
+        return self._upload(transfer, timeout)
 
     def get(
         self,
@@ -237,13 +187,13 @@ class Client:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> list[bytes | None]:
-        """The bytes of one shard of each chunk.
-
-        Ends at the first chunk that is not there: for it and all after it the list has None.
-        """
-        transfer = GetTransfer(namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id)
-        self._get(transfer, progress, timeout)
-        return transfer.result()
+        """The bytes of one shard of each chunk; None from the first missing chunk on."""
+        transfer = GetTransfer(
+            namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id, progress=progress
+        )
+        return self._download(
+            self._cache.Get, transfer.request, transfer.feed, transfer.result, timeout
+        )
 
     def get_into(
         self,
@@ -256,33 +206,39 @@ class Client:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> int:
-        """As :meth:`get`, into one buffer for each key. Returns how many it filled, from the first.
+        """As :meth:`get`, into one buffer for each key. Returns how many buffers were filled.
 
-        Raises WrongLength if a buffer is not as long as the namespace's shards.
+        Raises WrongLength if a buffer has another length than the namespace's shards.
         """
         transfer = GetTransfer(
-            namespace, keys, group_idx=group_idx, kv_worker_id=kv_worker_id, buffers=buffers
+            namespace,
+            keys,
+            group_idx=group_idx,
+            kv_worker_id=kv_worker_id,
+            progress=progress,
+            buffers=buffers,
         )
-        self._get(transfer, progress, timeout)
-        return transfer.num_complete
+        return self._download(
+            self._cache.Get, transfer.request, transfer.feed, lambda: transfer.num_complete, timeout
+        )
 
     def status(self, *, timeout: float | None = None) -> admin_pb2.StatusResponse:
-        """How the server is doing, as the protocol's message."""
+        """State, sessions, pool and counters of the server, as the protocol's message."""
         return self._call(self._admin.Status, _verbs.status(), timeout)
 
     def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
         """Every registered namespace, in the order of registration."""
-        with self._errors():
-            responses = self._admin.ListNamespaces(admin_pb2.ListNamespacesRequest())
-        found = []
-        with self._stream(responses, timeout) as idle:
-            for response in responses:
-                idle.touch()
-                found.append(NamespaceStatus.from_proto(response.namespace))
-        return found
+        found: list[NamespaceStatus] = []
+        return self._download(
+            self._admin.ListNamespaces,
+            admin_pb2.ListNamespacesRequest(),
+            lambda response: found.append(NamespaceStatus.from_proto(response.namespace)),
+            lambda: found,
+            timeout,
+        )
 
     def chunks(self, namespace: str, *, timeout: float | None = None) -> Iterator[PartStatus]:
-        """The parts of a namespace as they are at one moment, parents before children.
+        """The parts that a namespace has at one moment, parents before children.
 
         Raises UnknownNamespace.
         """
@@ -299,40 +255,38 @@ class Client:
         only: Filter | None = None,
         progress_interval: float = PROGRESS_INTERVAL,
     ) -> Generator[Message, None, None]:
-        """What becomes cached and what ceases to be, after a cursor, from ``"now"`` on, or after a
-        ``"snapshot"`` of what is there. See :mod:`kvdock.events`.
+        """The stream of KV events (:mod:`kvdock.events`).
 
-        Waits until the server has begun: what happens after this call is told, whenever it is read.
-        Ends after Compacted. A progress mark comes after ``progress_interval`` seconds without
-        events (at least 0.1). Raises NoEventLog if the server keeps no log, DeadlineExceeded if it
-        falls silent.
+        ``start`` is a cursor, ``"now"``, or ``"snapshot"``: all that is there, then the events
+        after it. The call returns when the server has begun, so no event after it is missed,
+        however late the stream is read. The stream ends after Compacted. A Progress comes after
+        ``progress_interval`` seconds without events (at least 0.1). Raises NoEventLog if the server
+        keeps no log, DeadlineExceeded if it falls silent.
         """
         request = stream_request(start, only or Filter(), progress_interval)
         with self._errors():
             call = self._events.StreamKVEvents(request)
-        responses = self._each(call, max(MISSED_SIGNS * progress_interval, self.timeout))
-        # A generator that has begun ends its call also if nobody ever reads from it.
+        responses = self._each(call, self._longest_silence(progress_interval))
+        # A generator ends its call when it is dropped, but only if it has begun.
         first = list(itertools.islice(responses, 1))
         return (message_from_proto(response) for response in itertools.chain(first, responses))
 
     def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
-        """Makes all in a namespace, or in all of them, invisible. Returns how many parts."""
+        """Makes everything in a namespace invisible, or in every one if ``namespace`` is empty.
+
+        Returns how many parts there were.
+        """
         return self._call(self._admin.Clear, _verbs.clear(namespace), timeout)
 
     def evict(self, nbytes: int = 0, *, timeout: float | None = None) -> Evicted:
-        """Drops unlocked parts, the least useful first: at least ``nbytes``, 0 for all."""
+        """Drops at least ``nbytes`` of unlocked parts, the least useful first; 0: all of them."""
         return self._call(self._admin.Evict, _verbs.evict(nbytes), timeout)
 
     def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """``SERVING`` or ``NOT_SERVING``, of one service or of the server as a whole."""
         request = _health.request(service)
-        try:
-            with self._errors():
-                status: str = self._check_health(request, timeout=self._seconds(timeout))
-        except ServerError as error:
-            if error.code is not grpc.StatusCode.NOT_FOUND:
-                raise
-            raise InvalidArgument(f"the server has no service {service!r}") from error
+        with _health.service_errors(service), self._errors():
+            status: str = self._check_health(request, timeout=self._seconds(timeout))
         return status
 
     def session(
@@ -349,14 +303,15 @@ class Client:
     ) -> Session:
         """Opens a session.
 
-        ``engine_id`` is the same for all processes of one engine and no other's; None makes one up.
-        ``worker_id`` and ``kv_worker_id`` are a worker's rank and shard. ``ttl`` is the silence in
-        seconds after which the server takes the locks back, None: 30. ``client`` names program and
-        version in listings. ``on_lost`` is called once, on the session's reader thread, with the
-        reason when the session is lost; not after close(). A session that it refers to is not ended
-        by being dropped, only by close().
+        * ``engine_id``: one name for all processes of one engine; None makes one up.
+        * ``worker_id``, ``kv_worker_id``: a worker's rank and shard.
+        * ``ttl``: after so many seconds of silence the server takes the locks back; None: 30.
+        * ``client``: the program and its version, for listings.
+        * ``on_lost``: is called once with the reason when the session is lost, but not after
+          close(). It runs on the session's reader thread (with ``kvdock.aio`` in the event loop). A
+          session that it refers to does not end by being dropped, only by close().
         """
-        session = Session(
+        session = Session.open(
             self._start_session,
             _verbs.open_session(engine_id, role, worker_id, kv_worker_id, ttl, client),
             address=self.address,
@@ -369,15 +324,15 @@ class Client:
     def close(self) -> None:
         """Closes the connection and every session made here. A second call does nothing.
 
-        Calls under way fail with Unavailable. A server that takes nothing delays it by a second for
-        the connection, and one for each session.
+        Calls under way fail with Unavailable. If the server reads nothing any more, close() takes a
+        second for the connection, and one for each session.
         """
         if os.getpid() != self._pid:
             # The connection is the parent's: closing it here would close it there.
             return
         for session in list(self._sessions):
             session.close()
-        # gRPC waits, for ever if need be, until what it is writing was taken: not so the caller.
+        # gRPC waits until the server has taken what is being written, for ever if need be.
         closing = threading.Thread(target=self._channel.close, name="kvdock-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
@@ -387,12 +342,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _call(
@@ -406,15 +356,48 @@ class Client:
             response = method(call.request, timeout=self._seconds(timeout))
         return call.read(response)
 
-    def _get(self, transfer: GetTransfer, progress: Progress | None, timeout: float | None) -> None:
+    def _upload(self, transfer: PutTransfer, timeout: float | None) -> list[ChunkStatus]:
+        """Sends what the server's first answer asks for, and returns what became of each chunk."""
+        answered = threading.Event()
+
+        def requests() -> Iterator[bytes]:
+            # Runs on a thread of gRPC's.
+            yield transfer.open
+            answered.wait()
+            for message, nbytes in transfer.data():
+                yield message
+                idle.touch()
+                if not transfer.sent(nbytes):
+                    return
+
         with self._errors():
-            responses = self._cache.Get(transfer.request)
+            responses = self._put(requests())
+        with self._stream(responses, timeout) as idle:
+            try:
+                for response in responses:
+                    idle.touch()
+                    transfer.feed(response)
+                    answered.set()
+            finally:
+                answered.set()
+        return transfer.result()
+
+    def _download(
+        self,
+        method: grpc.UnaryStreamMultiCallable[Request, Response],
+        request: Request,
+        feed: Callable[[Response], object],
+        result: Callable[[], Result],
+        timeout: float | None,
+    ) -> Result:
+        """Feeds every answer, and returns the result after the last."""
+        with self._errors():
+            responses = method(request)
         with self._stream(responses, timeout) as idle:
             for response in responses:
                 idle.touch()
-                moved = transfer.feed(response)
-                if progress is not None:
-                    progress(moved)
+                feed(response)
+        return result()
 
     def _each(
         self, responses: grpc.CallIterator[Response], timeout: float | None
@@ -435,16 +418,15 @@ class Client:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """For the start of a call: sees who would get it, and translates what gRPC raises."""
-        refuse_fork_of(self._pid)
-        self._gatekeeper.check()
+        """Around the start of a call: checks the server, and translates what gRPC raises."""
+        self._check_server()
         try:
             yield
         except grpc.RpcError as error:
             raise from_rpc_error(error, str(self.address)) from error
         except ValueError as error:
-            # What gRPC raises if, and only if, the channel was closed.
-            raise Unavailable("this client was closed; make another") from error
+            # gRPC raises this if the channel was closed, and never else.
+            raise closed() from error
 
     @contextlib.contextmanager
     def _stream(self, call: Cancellable, timeout: float | None) -> Iterator[IdleLimit]:
@@ -455,12 +437,7 @@ class Client:
                 yield idle
             except grpc.RpcError as error:
                 if idle.exceeded:
-                    raise DeadlineExceeded(
-                        f"nothing moved from or to {self.address} for {seconds:g} s"
-                    ) from error
+                    raise self._stalled(seconds) from error
                 raise from_rpc_error(error, str(self.address)) from error
             finally:
                 call.cancel()
-
-    def _seconds(self, timeout: float | None) -> float:
-        return _verbs.limited(self.timeout if timeout is None else timeout)

@@ -1,8 +1,8 @@
-"""Exceptions of the client, and the one table that says which server error becomes which.
+"""Exceptions of the client, and the table of which server error becomes which exception.
 
-A failed call raises a KVDockError subclass. The class follows from the reason that the server
-gives (``google.rpc.ErrorInfo`` of a unary call, ``Error`` of a session stream), and from the
-status code where there is no reason.
+A failed call raises a subclass of KVDockError. The server's reason decides which one
+(``google.rpc.ErrorInfo`` of a unary call, ``Error`` of a session stream). Without a reason the
+status code decides.
 """
 
 # Callers write ``except kvdock.errors.Unavailable``: a suffix would repeat the module's name.
@@ -24,16 +24,16 @@ ERROR_DOMAIN = "kvdock"
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
-# All that grpc.aio tells, with INTERNAL, when the connection ends while it writes.
+# grpc.aio tells no more than this, with INTERNAL, when the connection ends while it writes.
 _AIO_WRITE_FAILED = "Internal error from Core"
 
 
 class KVDockError(Exception):
     """Base of every error of this library.
 
-    ``message`` says what happened and what to do, in one printable line, whatever the server wrote;
-    ``code`` is the gRPC status code; ``reason`` is a name from the protocol's ``Error.reason``, or
-    empty if the error has none.
+    ``message`` says what happened and what to do. It is one printable line, whatever the server
+    wrote. ``code`` is the gRPC status code. ``reason`` is a name from the protocol's
+    ``Error.reason``, or empty.
     """
 
     default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -54,11 +54,11 @@ class Unavailable(KVDockError):
 
 
 class Forked(Unavailable):
-    """This process was forked from one that uses gRPC, and may not use what belongs to that."""
+    """This process is a fork: its parent's client, or gRPC itself, cannot be used in it."""
 
 
 class UntrustedServer(KVDockError):
-    """Another user may be listening where the server should be: nothing was sent there."""
+    """Another user may be listening at the server's socket. Nothing was sent there."""
 
     default_code = grpc.StatusCode.PERMISSION_DENIED
 
@@ -74,8 +74,8 @@ class SessionLost(Unavailable):
 class DeadlineExceeded(KVDockError):
     """The answer did not come in time.
 
-    What a late answer grants is given back on a session. Call by call nobody hears it: a lease that
-    ``Client.lookup`` was granted lives until its ttl.
+    A session gives back what a late answer grants. Without a session nobody hears the answer: a
+    lease that it grants to ``Client.lookup`` lives until its ttl is over.
     """
 
     default_code = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -92,11 +92,11 @@ class ChunkTooLarge(InvalidArgument):
 
 
 class WrongLength(InvalidArgument):
-    """The bytes given differ from the shard's size."""
+    """The bytes have another length than the shard."""
 
 
 class UnknownNamespace(KVDockError):
-    """Register the namespace, then repeat."""
+    """The namespace is not registered. Register it, then repeat the call."""
 
     default_code = grpc.StatusCode.NOT_FOUND
 
@@ -162,21 +162,21 @@ class DeviceMemory(KVDockError):
 
 
 class TooLate(DeadlineExceeded):
-    """The server read the request when its time was over, and did nothing."""
+    """The server read the request after its time was over, and did nothing."""
 
 
 class Stalled(DeadlineExceeded):
-    """The server gave up a stream on which nothing happened for too long."""
+    """Nothing happened on a stream for too long, and the server ended it."""
 
 
 class TooManyNamespaces(KVDockError):
-    """The server keeps no more namespaces: clear one of those that hold something."""
+    """The server can register no more namespaces. Clear one that holds something."""
 
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class Overloaded(KVDockError):
-    """More was asked for than the server can do, so this was not even sent to it."""
+    """Too many requests wait to be sent to the server. This one was not sent."""
 
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -188,13 +188,16 @@ class NoEventLog(KVDockError):
 
 
 class PoolUnmappable(KVDockError):
-    """This process cannot map the server's pool: another host, another /dev/shm, or not its own."""
+    """This process cannot map the server's pool.
+
+    The server is on another host, or has another /dev/shm, or the file is not the server's.
+    """
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class ServerError(KVDockError):
-    """A fault of the server, or something that this client has no name for."""
+    """A fault of the server, or an error that this client does not know."""
 
     default_code = grpc.StatusCode.INTERNAL
 
@@ -240,17 +243,17 @@ def from_stream_error(error: types_pb2.Error) -> KVDockError:
 
 def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
     """The exception for a failed call to the server at the address ``server``."""
-    # Both faces of gRPC raise errors that carry these, but their common base class has none.
+    # The errors of both faces of gRPC have these methods, but their common base class does not.
     code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     message: str = getattr(error, "details", lambda: None)() or f"call ended with {code.name}"
     reason = _reason(getattr(error, "trailing_metadata", lambda: None)())
     if code is grpc.StatusCode.INTERNAL and message == _AIO_WRITE_FAILED and not reason:
         code, message = grpc.StatusCode.UNAVAILABLE, "the connection ended"
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
-        # gRPC tells the address twice before it says what is wrong.
+        # gRPC's message has the address twice before the cause.
         message = unanswered(server, message.rpartition("error: ")[2]).message
     elif code is grpc.StatusCode.CANCELLED:
-        # Nobody but this side cancels, and what cancels a call for its caller says so itself.
+        # Only this side cancels. Where the caller's own limit cancelled, the error is another one.
         message = f"the call to {server} ended when its client was closed; make another client"
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
         message = f"the server at {server} did not answer in time: {message}"
@@ -258,7 +261,7 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
 
 
 def unanswered(server: str, cause: str) -> Unavailable:
-    """The error for a server that cannot be reached at the address ``server``."""
+    """The error for a server that cannot be reached at ``server``."""
     return Unavailable(
         f"no KVDock server answers at {server}: {cause}. Start one with `kvdock serve`, or say "
         f"where it is with KVDOCK_ADDRESS"

@@ -1,8 +1,8 @@
 """Processes that were forked from one that uses gRPC.
 
-gRPC makes itself usable in them, unless ``GRPC_ENABLE_FORK_SUPPORT=0`` tells it not to. Then it
-waits there for threads that only its parent has: a call hangs, whatever its deadline.
-The child cannot see that any more, so this module looks before each fork, once it is imported.
+gRPC works in a forked process, unless ``GRPC_ENABLE_FORK_SUPPORT=0`` is set. With that it waits for
+threads that only the parent has: a call hangs, whatever its deadline. The child cannot find this
+out, so this module looks in the parent, before each fork after its import.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
 # As gRPC reads it.
 _OFF = ("0", "f", "false", "n", "no")
 
-# One of these runs for as long as gRPC is in use, whoever in this process uses it. They have these
-# names a moment after they began; our own channels are known at once.
+# One of these threads runs while anything in this process uses gRPC. A thread gets its name only a
+# moment after its start, so our own channels are noted as well.
 _GRPC_THREADS = ("event_engine", "grpc_global_tim")
 _channels: weakref.WeakSet[object] = weakref.WeakSet()
 
@@ -27,7 +27,7 @@ _is_broken = False
 
 
 def refuse_broken_fork() -> None:
-    """Raises Forked where gRPC would hang. To be called before a channel is made."""
+    """Raises Forked if gRPC would hang here. To be called before a channel is made."""
     if _is_broken:
         raise Forked(
             f"process {os.getpid()} was forked from one that uses gRPC, with {_VARIABLE}="
@@ -37,7 +37,7 @@ def refuse_broken_fork() -> None:
 
 
 def remember(channel: object) -> None:
-    """Notes that gRPC is in use for as long as this channel lives."""
+    """Notes that gRPC is in use while this channel lives."""
     _channels.add(channel)
 
 
@@ -59,7 +59,7 @@ def _grpc_runs() -> bool:
             if (thread / "comm").read_text().strip() in _GRPC_THREADS:
                 return True
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the thread ended meanwhile
     return False
 
 

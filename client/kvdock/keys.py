@@ -1,21 +1,21 @@
 """Keys: 32 bytes that stand for a chunk of a prompt and for everything before it.
 
-The recipe is a protocol, not an implementation detail: docs/keys.md defines it byte by byte,
-docs/key_vectors.json holds test vectors, and a client in any language must make the same keys. It
-uses SHA-256 and fixed-width little-endian integers and nothing else, so a key depends on no
-interpreter, hash seed, process or engine version.
+The recipe is part of the protocol: clients in any language must make the same keys. docs/keys.md
+defines it byte by byte, docs/key_vectors.json holds test vectors. It uses only SHA-256 and
+fixed-width little-endian integers, so a key depends on no interpreter, hash seed, process or engine
+version.
 
     key = SHA-256( parent key (32 bytes) | number of tokens (u32) | token ids (u32 each) | extras )
 
-What decides the KV cache beside the tokens enters as an *extra*: an adapter, a salt, a picture,
-prompt embeddings. Every extra is a record of tag, length and payload, so two different sets of
-extras never encode alike. Adapter and salt belong to the whole request and enter the first chunk's
-key only; later chunks inherit them through their parent. Items that have a place in the prompt
-enter the key of every chunk that they overlap, with their offset from that chunk's start.
+Beside the tokens, other things decide the KV cache: an adapter, a salt, a picture, prompt
+embeddings. Each enters a key as an *extra*, a record of tag, length and payload, so two different
+sets of extras never encode alike. Adapter and salt belong to the whole request and enter the first
+chunk's key only; later chunks inherit them through their parent. An item with a place in the prompt
+enters the key of every chunk that it overlaps, with its offset from that chunk's start.
 
-For a long prompt, converting a list of Python integers costs about as much as hashing it. Hence
-`array.fromlist`, the fastest of the ways measured (struct.pack takes 1.3 times as long, numpy five
-times), and no conversion at all for a buffer of 32-bit integers.
+For a long prompt, converting a list of Python integers takes about as long as hashing. Hence
+`array.fromlist`, the fastest way measured (struct.pack takes 1.3 times as long, numpy five times),
+and no conversion for a buffer of 32-bit integers.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ class MultiModalItem:
     """A picture, a sound, a video whose placeholder tokens stand in the prompt.
 
     `identifier` commits to the item's content and to how it is processed. `offset` is the place of
-    its first placeholder, in tokens from the first token given with it (negative if it began
-    earlier); `length` is how many there are. Raises ValueError if one is out of its limits.
+    the first placeholder, in tokens from the first token that the chain is given (negative if the
+    item began earlier). `length` is the number of placeholders. Raises ValueError if a field is out
+    of its limits.
     """
 
     identifier: str
@@ -143,9 +144,9 @@ class PromptEmbeds:
     """A run of positions whose input is an embedding instead of a token.
 
     `digest` is SHA-256 over the embeddings in the model's dtype, row by row, little-endian.
-    `offset` and `length` are as in MultiModalItem. Prompts share the chunks of a common beginning
-    only if the run is cut where chunks end, into one PromptEmbeds a chunk. Raises ValueError if
-    a field is out of its limits.
+    `offset` and `length` are as in MultiModalItem. Give one PromptEmbeds for each chunk: prompts
+    that begin with the same embeddings share chunks only if the run is cut where chunks end. Raises
+    ValueError if a field is out of its limits.
     """
 
     digest: bytes
@@ -166,19 +167,19 @@ class PromptEmbeds:
 
 
 Extra: TypeAlias = LoRA | CacheSalt | MultiModalItem | PromptEmbeds
-"""What decides the KV cache beside the tokens."""
+"""Anything beside the tokens that decides the KV cache."""
 
 
 class KeyChain:
-    """Keys of a prompt that grows: each `extend` costs what it adds.
+    """Keys of a prompt that grows. An `extend` takes time only for the tokens that it adds.
 
-    `chunk_tokens` is the chunk size in tokens. `extras` are a set: their order does not matter and
-    one given twice counts once. A chain that continues after `parent` instead of beginning a prompt
-    inherits adapter and salt through it, so those of `extras` change nothing there; offsets of
-    items count from the first token given to the chain.
+    `chunk_tokens` is the chunk size in tokens. `extras` are a set: their order does not matter, and
+    one that is given twice counts once. Offsets of items count from the first token given to the
+    chain. With a `parent` the chain continues a prompt: it inherits adapter and salt through the
+    parent, so those in `extras` change nothing.
 
     Raises ValueError for a chunk size outside 1 to 65,536, for a parent that is neither empty nor
-    32 bytes, and for two adapters or two salts.
+    32 bytes long, and for two adapters or two salts.
 
     >>> chain = KeyChain(chunk_tokens=2)
     >>> len(chain.extend([1, 2, 3])), len(chain.extend([4])), chain.num_tokens
@@ -215,7 +216,7 @@ class KeyChain:
 
         request_wide, items = _sort_out(extras)
         self._request_wide = request_wide if self._tip == ROOT else []
-        # Next item last, so that taking it is a pop.
+        # The next item is the last in the list, so that it can be popped.
         self._upcoming = sorted(items, key=lambda item: item.offset, reverse=True)
         self._active: list[MultiModalItem | PromptEmbeds] = []
         # From this token on no extra enters any key.
@@ -223,21 +224,21 @@ class KeyChain:
 
     @property
     def keys(self) -> Sequence[bytes]:
-        """Keys of all full chunks so far, 32 bytes each. Grows with the chain; do not change it."""
+        """Keys of all full chunks so far. The list grows with the chain; do not change it."""
         return self._keys
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the chain was given, those of the last, incomplete chunk included."""
+        """How many tokens the chain was given, with those of the last, incomplete chunk."""
         return len(self._keys) * self._chunk_tokens + len(self._rest) // _TOKEN_BYTES
 
     def extend(self, token_ids: TokenIds) -> list[bytes]:
-        """Appends tokens; returns the keys of the chunks that they completed, perhaps none.
+        """Appends tokens. Returns the keys of the chunks that they completed, perhaps none.
 
-        Fast from a list, several times faster from a contiguous buffer of unsigned 32-bit integers
-        (array('I'), numpy.uint32, a memoryview of either); any other sequence or buffer of integers
-        does. Raises ValueError for a token id outside 0 to 4,294,967,295 and TypeError for what is
-        no integer, both naming its place; the chain is unchanged then.
+        Takes any sequence or buffer of integers. A list is fast; a contiguous buffer of unsigned
+        32-bit integers (array('I'), numpy.uint32, a memoryview of either) is several times faster.
+        Raises ValueError for a token id outside 0 to 4,294,967,295 and TypeError for one that is no
+        integer. Both name its place, and leave the chain unchanged.
         """
         given = _little_endian_u32(token_ids)
         if self._rest:
@@ -251,7 +252,7 @@ class KeyChain:
         return new
 
     def _hash_chunks(self, tokens: memoryview) -> tuple[list[bytes], int]:
-        """Hashes the full chunks at the beginning of `tokens`; also returns their bytes' number."""
+        """Hashes the full chunks of `tokens`. Returns their keys and how many bytes they took."""
         sha256 = hashlib.sha256
         key, count = self._tip, self._count
         chunk_tokens, quiet_from = self._chunk_tokens, self._quiet_from
@@ -289,7 +290,7 @@ def chunk_keys(
     parent: bytes = ROOT,
     extras: Iterable[Extra] = (),
 ) -> list[bytes]:
-    """Keys of the full chunks of a prompt, 32 bytes each; what is left over has none.
+    """Keys of the full chunks of a prompt. Tokens after the last full chunk have no key.
 
     Arguments and errors are those of KeyChain and its extend.
 
@@ -302,7 +303,7 @@ def chunk_keys(
 def _sort_out(
     extras: Iterable[Extra],
 ) -> tuple[list[bytes], list[MultiModalItem | PromptEmbeds]]:
-    """Parts the records of request-wide extras from the items that have a place."""
+    """The records of the request-wide extras, and the items that have a place."""
     request_wide: list[LoRA | CacheSalt] = []
     items: list[MultiModalItem | PromptEmbeds] = []
     for extra in set(extras):
@@ -320,7 +321,7 @@ def _sort_out(
 
 
 def _little_endian_u32(token_ids: TokenIds) -> memoryview:
-    """Token ids as bytes, four each; without a copy where they lie so already."""
+    """Token ids as bytes, four each. Copies nothing if they already have this form."""
     if isinstance(token_ids, list):
         return _from_integers(token_ids)
     if isinstance(token_ids, Sequence) and not isinstance(

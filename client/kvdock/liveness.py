@@ -1,7 +1,8 @@
 """Whether the process of a server has ended, which the end of a session does not tell.
 
-A session also ends when the server stands still for too long. It may go on later, and with what it
-was asked to do. But a server holds a lock on its pool's file for as long as its process lives.
+A session also ends when the server stands still for too long. Such a server may go on later, with
+the copies that it was asked for. But every server holds a lock on its pool's file for as long as
+its process lives.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from kvdock.types import Segment
 
 _log = logging.getLogger(__name__)
 
-# The kernel lets go of the lock before the GPU's driver has ended what the process had queued,
-# which is some milliseconds of copies.
+# The kernel releases the lock before the GPU's driver has ended the copies that the process had
+# queued, which takes some milliseconds.
 _AFTERMATH_SECONDS = 0.2
 
 
 class ServerProcess:
-    """One server's process. Look at it while it lives: its file's name may end with it."""
+    """One server's process. Make this while the server lives: its file may vanish with it."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        """``segments`` are those that the session was told of (SessionInfo.segments)."""
+        """``segments`` are the session's (SessionInfo.segments)."""
         self._file = None
         self._gone_since: float | None = None
         if segments:
@@ -37,9 +38,9 @@ class ServerProcess:
                 _log.info("the end of a server will not be seen, for want of its pool: %s", error)
 
     def has_ended(self) -> bool | None:
-        """True once it has, and nothing that it did goes on. None if that cannot be known here.
+        """True once the process has ended, and all its copies with it. None if unknown.
 
-        Never waits; any thread.
+        Never waits. May be called on any thread.
         """
         if self._gone_since is None:
             if self._file is None:
@@ -48,7 +49,7 @@ class ServerProcess:
                 fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            # Others look for locks to tell what a dead server left behind.
+            # By such locks other servers tell whether the file's server is dead.
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._gone_since = time.monotonic()
         return time.monotonic() - self._gone_since >= _AFTERMATH_SECONDS

@@ -1,7 +1,7 @@
 """The server's host memory, mapped into this process.
 
 A mapping outlives the server and the session: the kernel keeps the memory for as long as somebody
-maps it. What a view shows is only meaningful under a lock or a reservation that is still held.
+maps it. The bytes of a view mean something only while their lock or reservation is held.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLOCK = struct.Struct("@hhqqi4x")
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
-# One call of madvise cannot be stopped, so the work is cut into pieces of some milliseconds.
+# A call of madvise cannot be stopped, so each call gets only some milliseconds of work.
 _PREFAULT_BYTES = 64 << 20
 _PREFAULT_POLL_SECONDS = 0.2
 
@@ -50,11 +50,11 @@ class Pool:
         is_local: bool,
         guard: int | None = None,
     ) -> None:
-        """``server`` is the address for messages; ``is_local`` whether it is of this host.
+        """``server`` is the address, for error messages; ``is_local``: the server is on this host.
 
-        ``guard`` is the session's byte of the segments' files. It stays locked for as long as a
-        mapping lives, so that the server gives nobody the memory that is being written here, even
-        if the session is lost meanwhile.
+        ``guard`` is the session's byte of each segment's file. It stays locked for as long as the
+        mapping lives. So the server gives nobody the memory that is being written here, even if the
+        session is lost meanwhile.
         """
         self._segments = {segment.segment_id: segment for segment in segments}
         self._server = server
@@ -68,14 +68,14 @@ class Pool:
 
     @property
     def segments(self) -> list[Segment]:
-        """What the server offers to map."""
+        """The segments that the server offers."""
         return list(self._segments.values())
 
     def view(self, location: Location) -> memoryview:
         """Writable view of the bytes at ``location``, of format B. Stays valid after close().
 
-        Raises PoolUnmappable if this process cannot map the pool, InvalidArgument if there is no
-        such location.
+        Raises PoolUnmappable if this process cannot map the pool, InvalidArgument if the pool has
+        no such location.
         """
         segment = self._views.get(location.segment_id)
         if segment is None:
@@ -95,10 +95,10 @@ class Pool:
         return np.frombuffer(self.view(location), dtype=np.uint8)
 
     def prefault(self) -> None:
-        """Starts a thread that enters all of the pool into this process's page tables.
+        """Starts a thread that enters the whole pool into this process's page tables.
 
-        Copies then run at the speed of memory from the first on. Returns at once; a second call
-        does nothing. Raises PoolUnmappable as :meth:`view` does.
+        Then even the first copies run at the speed of memory. Returns at once; a second call does
+        nothing. Raises PoolUnmappable as :meth:`view` does.
         """
         for segment_id in self._segments:
             self._map(segment_id)
@@ -113,7 +113,7 @@ class Pool:
                 self._prefault.start()
 
     def close(self) -> None:
-        """Lets go of the mappings. Each ends when the last view of it is gone."""
+        """Drops the mappings. Each ends when its last view is gone."""
         self._closed.set()
         with self._lock:
             self._views.clear()
@@ -144,7 +144,7 @@ class Pool:
         try:
             with _opened(segment) as fd:
                 if self._guard is not None:
-                    # The mapping keeps a duplicate of the descriptor, and with it the lock.
+                    # mmap duplicates the descriptor, and the duplicate keeps the lock.
                     lock = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, self._guard, 1, 0)
                     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
                 return mmap.mmap(fd, segment.nbytes)
@@ -166,10 +166,9 @@ def _opened(segment: Segment) -> Iterator[int]:
 
 
 def _prefault(maps: list[mmap.mmap], closed: threading.Event) -> None:
-    """Enters the pages that exist into the page tables, and waits for those that do not yet.
+    """Enters pages into the page tables once the server has faulted them in.
 
-    Pages that the server has not faulted in are left to it: touched from here they would be
-    charged to this process's container.
+    A page that was first touched here would be charged to this process's container.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for function in (libc.madvise, libc.mincore):
@@ -177,7 +176,7 @@ def _prefault(maps: list[mmap.mmap], closed: threading.Event) -> None:
     pieces: list[tuple[int, int]] = []
     for mapping in maps:
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        # Refused where the kernel has no huge pages for shared memory: nothing is lost then.
+        # A kernel without huge pages for shared memory refuses this, which does no harm.
         libc.madvise(base, len(mapping), _MADV_HUGEPAGE)
         pieces += [
             (base + start, min(_PREFAULT_BYTES, len(mapping) - start))
@@ -190,7 +189,7 @@ def _prefault(maps: list[mmap.mmap], closed: threading.Event) -> None:
             if closed.is_set():
                 return
             num_pages = -(-length // mmap.PAGESIZE)
-            # ctypes lets go of the interpreter's lock for each call.
+            # ctypes releases the interpreter lock during each call.
             if libc.mincore(address, length, resident) == 0 and b"\0" in resident.raw[:num_pages]:
                 missing.append((address, length))
             elif libc.madvise(address, length, _MADV_POPULATE_WRITE) != 0:

@@ -1,8 +1,8 @@
-"""Who may be the server: root, this user, and whom ``KVDOCK_SERVER_USER`` names.
+"""Who may be the server: root, this user, and the user that ``KVDOCK_SERVER_USER`` names.
 
 Any user of a host can listen under /tmp or on a port. A client gives its server the bytes of
-prompts, and writes into a file that the server names. So it looks at whose socket it is before it
-connects, and at whose file it is before it maps it. At a TCP address it can only do the latter.
+prompts, and writes into a file that the server names. So a client checks whose socket it connects
+to and whose file it maps. At a TCP address it can check only the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UCRED = struct.Struct("3i")
 def trusted_users() -> frozenset[int]:
     """Numbers of the users who may be the server.
 
-    Raises InvalidArgument if the variable names nobody.
+    Raises InvalidArgument if ``KVDOCK_SERVER_USER`` names a user that does not exist.
     """
     users = {0, os.geteuid()}
     named = os.environ.get(USER_VARIABLE)
@@ -47,9 +47,9 @@ def trusted_users() -> frozenset[int]:
 
 
 def socket_fault(path: Path) -> str | None:
-    """Why the Unix socket at ``path`` may be no trusted user's, in words; None if it is one's.
+    """Why the Unix socket at ``path`` cannot be trusted, in words; None if it can.
 
-    Connects to it, to see who listens. Raises OSError if nobody can be reached there.
+    Connects to the socket, to see which user listens. Raises OSError if nobody listens.
     """
     users = trusted_users()
     for place in (path.parent, path, Path(os.path.realpath(path)).parent):
@@ -57,7 +57,7 @@ def socket_fault(path: Path) -> str | None:
         if fault is not None:
             return fault
     with socket.socket(socket.AF_UNIX) as probe:
-        # A server that takes no connection must not hold up an event loop.
+        # A server that accepts no connection must not hold up an event loop.
         probe.setblocking(False)
         probe.connect(str(path))
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
@@ -66,7 +66,7 @@ def socket_fault(path: Path) -> str | None:
 
 
 def what_to_do(fault: str) -> str:
-    """The fault, and what a person can do about it."""
+    """The fault, and advice to the user."""
     mine = os.geteuid()
     return (
         f"{fault}. Only root and this user ({mine}) are trusted as the server: if it is to run as "
@@ -78,8 +78,8 @@ def what_to_do(fault: str) -> str:
 class Gatekeeper:
     """Lets a client connect to a Unix socket only while a trusted user listens there.
 
-    gRPC connects, and connects again, when a call needs it. So this is asked before each call, and
-    looks again if the socket is not the one that it has seen. Thread-safe.
+    Any call may make gRPC connect anew. So every call is checked, and the socket is looked at again
+    when it is another one than the last time. Thread-safe.
     """
 
     def __init__(self, address: Address) -> None:
@@ -89,7 +89,7 @@ class Gatekeeper:
     def check(self) -> None:
         """Raises UntrustedServer, or Unavailable if nobody listens. Does nothing for TCP.
 
-        Never waits. For a socket that was seen before, it costs one stat.
+        Never waits. Costs one stat if the socket is the same as before.
         """
         path = self._address.socket_path
         if path is None:
@@ -107,7 +107,7 @@ class Gatekeeper:
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """Equal for as long as the same file lies there; None if none can be seen."""
+    """Equal while the same file is at ``path``; None if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -116,17 +116,17 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 
 def open_segment(segment: Segment, flags: int) -> int:
-    """A descriptor of the file of a segment that a trusted user's server named.
+    """Opens the file of a segment, and checks that it is the server's. Returns the descriptor.
 
     ``flags`` say whether to read or to write (``os.O_RDWR``). Raises PoolUnmappable if the file is
-    not that server's, OSError if it cannot be opened.
+    not the server's, OSError if it cannot be opened.
     """
     if not _SHM_NAME.fullmatch(segment.shm_name):
         raise PoolUnmappable(
             f"the server names {segment.shm_name!r} as its pool, which no KVDock server does"
         )
     path = _SHM_FOLDER / segment.shm_name[1:]
-    # Without O_NONBLOCK a pipe in its place would make us wait.
+    # Without O_NONBLOCK, opening a pipe at this path would wait.
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fault = _file_fault(descriptor, segment)

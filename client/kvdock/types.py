@@ -1,15 +1,17 @@
-"""The values that calls take and give: frozen, independent of protobuf, with conversions both ways.
+"""The values that calls take and return. They are frozen and independent of protobuf.
 
-``to_proto`` makes the message; ``from_proto`` reads one. Sizes and offsets are bytes.
+``to_proto`` makes the protocol's message of a value, ``from_proto`` the value of a message. Sizes
+and offsets are in bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Self, TypeAlias
+from typing import Self
 
+from kvdock.event_data import ChunkEventData as ChunkEventData
 from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 
 
@@ -71,15 +73,14 @@ class Group:
     """One KV-cache group of a namespace."""
 
     shard_bytes: tuple[int, ...]
-    """One number: all shards have it. As many as shards: one each, 0 where not known yet."""
+    """One size for all shards, or one for each; 0 where a size is not known yet."""
     kind: GroupKind = GroupKind.FULL_ATTENTION
     group_idx: int | None = None
     """The engine's index; None means that the engine has no groups, which is not group 0."""
     window_tokens: int = 0
-    """Window of SLIDING_WINDOW in tokens, the current one included; 0 for every other kind."""
+    """Of SLIDING_WINDOW, the current token included; 0 for every other kind."""
 
     def to_proto(self) -> types_pb2.Group:
-        """The message."""
         return types_pb2.Group(
             group_idx=self.group_idx,
             kind=types_pb2.GroupKind.ValueType(self.kind),
@@ -89,7 +90,6 @@ class Group:
 
     @classmethod
     def from_proto(cls, message: types_pb2.Group) -> Group:
-        """Reads a message."""
         return cls(
             kind=GroupKind(message.kind),
             group_idx=_group_idx(message),
@@ -106,13 +106,12 @@ class Namespace:
     """Identity: 1 to 256 printable ASCII characters without space."""
     chunk_tokens: int
     kv_world_size: int
-    """Shards a part."""
+    """How many shards a part has."""
     groups: tuple[Group, ...]
     labels: Mapping[str, str] = field(default_factory=dict)
     """For listings; not part of the identity."""
 
     def to_proto(self) -> types_pb2.Namespace:
-        """The message."""
         return types_pb2.Namespace(
             name=self.name,
             labels=self.labels,
@@ -123,7 +122,6 @@ class Namespace:
 
     @classmethod
     def from_proto(cls, message: types_pb2.Namespace) -> Namespace:
-        """Reads a message."""
         return cls(
             name=message.name,
             chunk_tokens=message.chunk_tokens,
@@ -131,103 +129,6 @@ class Namespace:
             groups=tuple(Group.from_proto(group) for group in message.groups),
             labels=dict(message.labels),
         )
-
-
-ExtraValue: TypeAlias = str | int | bytes | None
-"""None is only ever read: a kind of value that this client does not know."""
-
-ExtraKey: TypeAlias = ExtraValue | tuple[ExtraValue, ...]
-"""One thing that a block's hash commits to beside its tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkEventData:
-    """What an event tells about a chunk beyond its key."""
-
-    block_hashes: Sequence[bytes] = ()
-    """The engine's own hashes of the chunk's blocks, in order."""
-    parent_block_hash: bytes = b""
-    """The engine's hash of the block before the chunk; empty for the first chunk."""
-    token_ids: bytes = b""
-    """Token ids of the chunk, little-endian uint32."""
-    block_size: int = 0
-    """Tokens a block hash covers."""
-    lora_name: str = ""
-    """Adapter's name; empty for the base model."""
-    hash_scheme: str = ""
-    """How block_hashes were made: hashes of one scheme are comparable. Empty: not told."""
-    extra_keys: Sequence[tuple[ExtraKey, ...]] = ()
-    """For each of block_hashes what it commits to beside the tokens, an empty tuple for nothing;
-    or nothing at all if no block has any."""
-
-    def to_proto(self) -> types_pb2.ChunkEventData:
-        """The message. Raises ValueError for an extra key that it cannot hold."""
-        return types_pb2.ChunkEventData(
-            block_hashes=self.block_hashes,
-            parent_block_hash=self.parent_block_hash,
-            token_ids=self.token_ids,
-            block_size=self.block_size,
-            lora_name=self.lora_name,
-            hash_scheme=self.hash_scheme,
-            extra_keys=map(_extra_keys_to_proto, self.extra_keys),
-        )
-
-    @classmethod
-    def from_proto(cls, message: types_pb2.ChunkEventData) -> ChunkEventData:
-        """Reads a message."""
-        return cls(
-            tuple(message.block_hashes),
-            message.parent_block_hash,
-            message.token_ids,
-            message.block_size,
-            message.lora_name,
-            message.hash_scheme,
-            tuple(map(_extra_keys_from_proto, message.extra_keys)),
-        )
-
-
-def _extra_keys_to_proto(keys: Sequence[ExtraKey]) -> types_pb2.ExtraKeys:
-    message = types_pb2.ExtraKeys()
-    for key in keys:
-        if isinstance(key, tuple):
-            values = types_pb2.ExtraTuple(values=map(_extra_value_to_proto, key))
-            message.keys.add(tuple=values)
-        else:
-            message.keys.add(value=_extra_value_to_proto(key))
-    return message
-
-
-def _extra_value_to_proto(value: ExtraValue) -> types_pb2.ExtraValue:
-    match value:
-        case str():
-            return types_pb2.ExtraValue(text=value)
-        case int() if not isinstance(value, bool):
-            return types_pb2.ExtraValue(number=value)
-        case bytes():
-            return types_pb2.ExtraValue(raw=value)
-        case _:
-            raise ValueError(f"extra key {value!r}: give str, int, bytes or a tuple of these")
-
-
-def _extra_keys_from_proto(message: types_pb2.ExtraKeys) -> tuple[ExtraKey, ...]:
-    return tuple(
-        tuple(map(_extra_value_from_proto, key.tuple.values))
-        if key.HasField("tuple")
-        else _extra_value_from_proto(key.value)
-        for key in message.keys
-    )
-
-
-def _extra_value_from_proto(message: types_pb2.ExtraValue) -> ExtraValue:
-    match message.WhichOneof("value"):
-        case "text":
-            return message.text
-        case "number":
-            return message.number
-        case "raw":
-            return message.raw
-        case _:
-            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +140,10 @@ class Segment:
     """POSIX shared-memory name, with its leading slash."""
     nbytes: int
     proof: bytes = field(default=b"", repr=False)
-    """The last bytes of the file, behind its ``nbytes``, if it is the server's that named it."""
+    """The bytes that end the file, after its ``nbytes``, if it is the pool of this server."""
 
     @classmethod
     def from_proto(cls, message: types_pb2.Segment) -> Segment:
-        """Reads a message."""
         return cls(message.segment_id, message.shm_name, message.bytes, message.proof)
 
 
@@ -257,7 +157,6 @@ class Location:
 
     @classmethod
     def from_proto(cls, message: types_pb2.Location) -> Location:
-        """Reads a message."""
         return cls(message.segment_id, message.offset, message.length)
 
 
@@ -285,14 +184,13 @@ class Hit:
 
     epoch: int
     chunks: int
-    """How many chunks from the first on can be had; 0 is a miss."""
+    """How many of the prompt's chunks, from the first on, can be loaded; 0 is a miss."""
     lease: Lease | None
     """None if nothing was locked: a miss or a probe."""
     groups: tuple[GroupHit, ...]
 
     @classmethod
     def from_proto(cls, message: cache_pb2.LookupResponse) -> Hit:
-        """Reads a message."""
         return cls(
             epoch=message.epoch,
             chunks=message.hit_chunks,
@@ -310,11 +208,10 @@ class ChunkResult:
 
     status: ChunkStatus
     location: Location | None
-    """Where its bytes belong or lie. Set for RESERVED, and for RETRIEVED in shared mode."""
+    """Where its bytes belong (RESERVED) or lie (RETRIEVED in shared mode); else None."""
 
     @classmethod
     def from_proto(cls, message: cache_pb2.ChunkResult) -> ChunkResult:
-        """Reads a message."""
         return cls(
             ChunkStatus(message.status),
             Location.from_proto(message.location) if message.HasField("location") else None,
@@ -333,7 +230,6 @@ class Reservation:
 
     @classmethod
     def from_proto(cls, message: cache_pb2.ReserveResponse) -> Reservation:
-        """Reads a message."""
         return cls(
             message.reservation_id,
             message.epoch,
@@ -343,17 +239,15 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAllocation:
-    """One allocation of device memory, as a whole."""
+    """One whole allocation of device memory."""
 
     ipc_handle: bytes
     """64-byte CUDA IPC memory handle."""
     nbytes: int
-    """Of the whole allocation."""
     device_uuid: bytes
     """16 bytes."""
 
     def to_proto(self) -> session_pb2.DeviceAllocation:
-        """The message."""
         return session_pb2.DeviceAllocation(
             ipc_handle=self.ipc_handle, bytes=self.nbytes, device_uuid=self.device_uuid
         )
@@ -361,17 +255,16 @@ class DeviceAllocation:
 
 @dataclass(frozen=True, slots=True)
 class BlockRegion:
-    """One contiguous piece of every block: block b's is at ``offset + b * block_stride``."""
+    """One contiguous piece of every block: that of block b is at ``offset + b * block_stride``."""
 
     allocation: int
     """Index into the allocations."""
     offset: int
-    """Where block 0 begins, from the beginning of the allocation."""
+    """Of block 0's piece, from the beginning of the allocation."""
     block_stride: int
     page_bytes: int
 
     def to_proto(self) -> session_pb2.BlockRegion:
-        """The message."""
         return session_pb2.BlockRegion(
             allocation=self.allocation,
             offset=self.offset,
@@ -391,7 +284,6 @@ class GroupMemory:
     """In the order in which the host keeps them."""
 
     def to_proto(self) -> session_pb2.GroupMemory:
-        """The message."""
         return session_pb2.GroupMemory(
             group_idx=self.group_idx,
             num_blocks=self.num_blocks,
@@ -411,7 +303,6 @@ class MemoryRegistration:
 
     @classmethod
     def from_proto(cls, message: session_pb2.RegisterMemoryResponse) -> MemoryRegistration:
-        """Reads a message."""
         return cls(message.epoch, TransferMode(message.mode), message.reason)
 
 
@@ -422,7 +313,7 @@ class SessionInfo:
     id: int
     """The session's public name, as Status shows it."""
     token: bytes = field(repr=False)
-    """Stands for the session in calls outside its stream. Whoever has it acts for the session."""
+    """Whoever has it can act for the session in calls outside the session's stream."""
     epoch: int
     server_version: str
     chunk_tokens: int
@@ -431,13 +322,12 @@ class SessionInfo:
     """Seconds of silence after which the session expires."""
     segments: tuple[Segment, ...]
     guard: int
-    """Byte of the segments' files that is kept locked while they are mapped."""
+    """The byte of each segment's file that a client keeps locked while it maps the file."""
     event_log: bool = False
-    """The server keeps an event log, so that event data is worth telling."""
+    """True if the server keeps an event log, and so has a use for event data."""
 
     @classmethod
     def from_proto(cls, message: session_pb2.OpenResponse) -> SessionInfo:
-        """Reads a message."""
         return cls(
             id=message.session_id,
             token=message.session_token,
@@ -457,13 +347,12 @@ class NamespaceStatus:
 
     namespace: Namespace
     parts: int
-    """Visible ones."""
+    """How many are visible."""
     nbytes: int
-    """Of all their shards."""
+    """Size of all their shards."""
 
     @classmethod
     def from_proto(cls, message: admin_pb2.NamespaceStatus) -> NamespaceStatus:
-        """Reads a message."""
         return cls(Namespace.from_proto(message.namespace), message.parts, message.bytes)
 
 
@@ -477,13 +366,12 @@ class PartStatus:
     group_idx: int | None
     sealed_shards: int
     nbytes: int
-    """Of the sealed shards."""
+    """Size of the sealed shards."""
     locks: int
     visible: bool
 
     @classmethod
     def from_proto(cls, message: admin_pb2.PartStatus) -> PartStatus:
-        """Reads a message."""
         return cls(
             key=message.key,
             parent_key=message.parent_key,

@@ -1,7 +1,7 @@
 """The ``kvdock`` command.
 
-Each subcommand is a function of the parsed arguments that returns the exit status: 0 for success, 1
-for a failure, 2 for arguments that cannot be used.
+Each subcommand is a function that takes the parsed arguments and returns the exit status: 0 for
+success, 1 for a failure, 2 for arguments that cannot be used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvdock.errors import InvalidArgument, KVDockError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments, else with the process's."""
+    """Runs the command with ``arguments``; None: with those of the process."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "serve":
         from kvdock.cli.serve import serve
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvdock: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever reads has seen enough.
+        # The reader closed the pipe: it has seen enough.
         _discard_stdout()
         return 0
     except OSError as error:
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replace_closed_streams() -> None:
-    """Puts /dev/null where Python found none of the standard streams (``>&-`` in a shell)."""
+    """Puts /dev/null in place of standard streams that are closed (``>&-`` in a shell)."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 def _discard_stdout() -> None:
-    """Keeps Python from complaining once more when it flushes at exit."""
+    """Keeps Python from failing once more when it flushes stdout at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

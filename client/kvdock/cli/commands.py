@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from kvdock.v1 import admin_pb2
 # Tokens a chunk that `put --register` assumes.
 _DEFAULT_CHUNK_TOKENS = 256
 
-# What `get` asks for in one call: it holds that much in memory.
+# `get` asks for this much in one call, and holds it in memory.
 _GET_BYTES = 64 << 20
 
 _SUCCESS = (ChunkStatus.STORED, ChunkStatus.EXISTS)
@@ -208,7 +209,7 @@ def get(arguments: argparse.Namespace) -> int:
                 )
                 present = [shard for shard in shards if shard is not None]
                 if present and file is None:
-                    # Not before there is something to write: a miss leaves the old file alone.
+                    # Opened only when there is something to write: a miss keeps the old file.
                     file = stack.enter_context(_destination(arguments.file))
                 for shard in present:
                     assert file is not None
@@ -285,7 +286,7 @@ def _client(arguments: argparse.Namespace) -> Client:
 
 
 def _list_chunks(client: Client, namespace: str, *, as_json: bool) -> int:
-    """Prints part by part as they come, for there may be a million."""
+    """Prints each part as it comes, since there may be a million."""
     parts = client.chunks(namespace)
     if as_json:
         output.print_json_list(_part_to_json(part) for part in parts)
@@ -295,18 +296,13 @@ def _list_chunks(client: Client, namespace: str, *, as_json: bool) -> int:
         print("nothing stored")
         return 0
     print(f"{'key':64}  {'group':>5}  {'shards':>6}  {'size':>10}  {'locks':>5}")
-    for part in _chain(first, parts):
+    for part in itertools.chain([first], parts):
         note = "" if part.visible else "  incomplete"
         print(
             f"{part.key.hex()}  {_group(part.group_idx):>5}  {part.sealed_shards:>6}  "
             f"{output.size(part.nbytes):>10}  {part.locks:>5}{note}"
         )
     return 0
-
-
-def _chain(first: PartStatus, rest: Iterator[PartStatus]) -> Iterator[PartStatus]:
-    yield first
-    yield from rest
 
 
 def _part_to_json(part: PartStatus) -> dict[str, object]:
@@ -322,7 +318,7 @@ def _part_to_json(part: PartStatus) -> dict[str, object]:
 
 
 def _shard_bytes(namespace: Namespace, group_idx: int | None, shard: int) -> int:
-    """Bytes of one shard, 0 if not known; the server refuses what does not exist."""
+    """Bytes of one shard. 0 if not known: the server refuses a shard that does not exist."""
     for group in namespace.groups:
         if group.group_idx == group_idx and group.shard_bytes:
             sizes = group.shard_bytes
@@ -362,7 +358,7 @@ def _pool(pool: admin_pb2.PoolStatus) -> str:
 
 
 def _mode(session: admin_pb2.SessionStatus) -> str:
-    """Only workers move bytes."""
+    """The transfer mode of a worker. Other sessions have none: they move no bytes."""
     if SessionRole(session.role) is not SessionRole.WORKER:
         return "-"
     return output.enum_name(TransferMode(session.mode))

@@ -21,7 +21,7 @@ _SIGNS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs every check and prints each finding as it comes. 1 if something is broken."""
+    """Runs every check and prints each finding as it comes. Returns 1 if something is broken."""
     console = Console(highlight=False)
     findings: list[Finding] = []
     for finding in checks.all_findings(parse(arguments.address), arguments.timeout):

@@ -1,4 +1,4 @@
-"""``kvdock events``: what becomes cached and what ceases to be, as it happens."""
+"""``kvdock events``: prints what is cached and evicted, as it happens."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kvdock.printable import printable
 
 _STARTS = ("now", "snapshot")
 
-# At least every so many seconds the server says that it is there.
+# After so many seconds without events the server says that it is there.
 _PROGRESS_SECONDS = 5.0
 
 
 def follow(arguments: argparse.Namespace) -> int:
-    """Prints events until it is interrupted, or 1 if the server has lost the place to begin."""
+    """Prints events until it is interrupted. Returns 1 if the log does not reach back to --from."""
     start: Cursor | str = arguments.start
     if start not in _STARTS:
         start = Cursor.parse(arguments.start)
@@ -53,7 +53,7 @@ def follow(arguments: argparse.Namespace) -> int:
 
 
 def start_argument(text: str) -> str:
-    """Checks what --from is given."""
+    """Checks the value of --from."""
     if text not in _STARTS:
         try:
             Cursor.parse(text)
@@ -73,7 +73,7 @@ def _events(message: Message) -> tuple[Event, ...]:
 
 
 def _print_json(message: Message, event: Event) -> None:
-    """One object a line. Its cursor is where to resume after it, null where that cannot be."""
+    """One object a line. ``cursor`` is where to resume after it; null if that is impossible."""
     place = _place(message, event)
     line: dict[str, object] = {
         "cursor": None if place is None else str(place),
@@ -104,7 +104,7 @@ def _print_json(message: Message, event: Event) -> None:
 
 
 def _as_json(value: object) -> object:
-    """Extra keys: lists of lists, texts and numbers as they are, bytes as {"hex": ...}."""
+    """Extra keys: tuples as lists, bytes as {"hex": ...}, text and numbers as they are."""
     if isinstance(value, tuple):
         return [_as_json(one) for one in value]
     return {"hex": value.hex()} if isinstance(value, bytes) else value
@@ -129,7 +129,7 @@ def _print_line(message: Message, event: Event) -> None:
 
 def _place(message: Message, event: Event) -> Cursor | None:
     if isinstance(message, SnapshotPiece):
-        # One that is cut off cannot be resumed: what was not told yet would never be.
+        # A snapshot that was cut off cannot be resumed, so only its last part has a cursor.
         is_complete = message.last and event is message.stored[-1]
         return message.cursor if is_complete else None
     return Cursor(message.cursor.epoch, event.sequence)

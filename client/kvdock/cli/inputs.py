@@ -1,4 +1,4 @@
-"""Keys, token ids and bytes that the command is given in arguments, files and on stdin."""
+"""Keys, token ids and bytes from the command's arguments, from files and from stdin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STDIO = "-"
 
 
 def keys(client: Client, arguments: argparse.Namespace) -> list[bytes]:
-    """The chunk keys that the arguments name, by themselves or by token ids."""
+    """The chunk keys that the arguments give, or those of the token ids that they give."""
     if bool(arguments.keys) == bool(arguments.tokens):
         raise InvalidArgument("give either keys or --tokens FILE")
     if arguments.tokens:
@@ -44,7 +44,7 @@ def keys(client: Client, arguments: argparse.Namespace) -> list[bytes]:
 
 
 def are_from_stdin(arguments: argparse.Namespace) -> bool:
-    """Whether the keys, or the token ids that they are made of, are read from there."""
+    """Whether the keys, or the token ids that they are made of, are read from stdin."""
     return [STDIO] in ([arguments.tokens], arguments.keys)
 
 
@@ -72,12 +72,12 @@ def namespace(client: Client, name: str) -> Namespace:
 
 
 def content(file: str) -> memoryview:
-    """The bytes of a file, mapped where it can be; of stdin for ``-``."""
+    """The bytes of a file, mapped if possible; of stdin for ``-``."""
     if file == STDIO:
         return memoryview(sys.stdin.buffer.read())
     with _reading(file), Path(file).open("rb") as opened:
         if Path(file).is_file() and Path(file).stat().st_size:
-            # Unmapped with the last view of it, which a call that failed may still hold.
+            # Unmapped when the last view is gone. A call that failed may still hold one.
             return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
         return memoryview(opened.read())
 
@@ -109,7 +109,7 @@ def _token_ids(text: str, file: str) -> list[int]:
             return [int(value) for value in text.split()]
         values = json.loads(text)
         for value in values:
-            # Not int(): it would make token 1 of 1.5, and of true.
+            # Not int(), which would turn 1.5 and true into token 1.
             if type(value) is not int:
                 raise ValueError(f"{json.dumps(value)} is no integer")
         return list(values)

@@ -1,7 +1,7 @@
-"""How results are shown: tables for people, JSON for programs, and a bar for what takes long.
+"""How results are shown: tables for people, JSON for programs, a bar for long transfers.
 
-In JSON, keys are hexadecimal, enumerations are names in lower case, and numbers that are names
-(epochs and ids) are strings, since many readers of JSON cannot hold 64 bits in a number.
+In JSON, keys are hexadecimal and enumerations are names in lower case. Epochs and ids are strings,
+since many readers of JSON cannot hold 64 bits in a number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rich.text import Text
 from kvdock.printable import printable
 
 MOST_CHARACTERS = 512
-"""Of one name or value no more are shown. JSON has all of them."""
+"""How many characters of a name or value are shown. JSON has all of them."""
 
 # Seconds after which a transfer gets a progress bar.
 _PATIENCE = 1.0
@@ -52,7 +52,7 @@ def print_json_list(values: Iterable[object]) -> None:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a table on stdout. Numbers stand to the right."""
+    """Prints a table on stdout. Columns of numbers are aligned to the right."""
     table = Table(title=_cell(title, "bold"), title_justify="left", header_style="dim")
     for index, name in enumerate(header):
         is_number = bool(rows) and all(isinstance(row[index], int) for row in rows)
@@ -73,7 +73,7 @@ def print_facts(title: str, facts: Iterable[tuple[str, object]]) -> None:
 
 
 def plain(text: str) -> Text:
-    """The text for rich, which in a string would look for markup and emoji."""
+    """The text for rich, which would look for markup and emoji in a string."""
     return Text(printable(text))
 
 
@@ -82,7 +82,7 @@ def _cell(value: object, style: str = "") -> Text:
 
 
 def message_to_json(message: Message) -> dict[str, Any]:
-    """The message as JSON has it: every field present, null where an optional one is not set."""
+    """The message for JSON, with every field. An optional field that is not set is null."""
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -97,7 +97,7 @@ def message_to_json(message: Message) -> dict[str, Any]:
     return result
 
 
-# The descriptor's class is one of two, by the implementation of protobuf.
+# field: its class depends on the implementation of protobuf.
 def _field_to_json(field: Any, value: Any) -> Any:
     if field.type == FieldDescriptor.TYPE_MESSAGE:
         return message_to_json(value)

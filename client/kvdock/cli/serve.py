@@ -12,7 +12,7 @@ _NEEDED = ("kvdock_server", "grpc_health", "grpc_reflection", "numpy", "promethe
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process by ``python -m kvdock_server`` with the same arguments."""
+    """Replaces this process by ``python -m kvdock_server`` with these arguments."""
     missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
     if missing:
         needed = ", ".join(missing)

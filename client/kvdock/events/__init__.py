@@ -1,8 +1,7 @@
-"""The event stream of a server, and a mirror of what it has.
+"""The event stream of a server, and a mirror of the parts that the server has.
 
-What every router must write is here: :class:`Index` holds the parts that a server has, and a
-:class:`Follower` keeps it so, through lost connections, restarts of the server, and having fallen
-behind::
+An :class:`Index` holds the parts. A :class:`Follower` keeps the index up to date, also after a lost
+connection, a restart of the server, or having fallen behind::
 
     index = Index()
     for update in Follower(index, "unix:///run/kvdock/kvdock.sock"):
@@ -10,9 +9,9 @@ behind::
 
 :class:`AsyncFollower` does the same in an event loop. ``Client.events`` is the stream by itself.
 
-An Index is pure: feed it the messages of streams that began at its ``start``, and it equals what
-the server had announced at its ``cursor``, exactly. A follower may be stopped between any two
-messages and another one go on with the same Index.
+An Index does no I/O. Feed it the messages of a stream that began at its ``start``: then it equals
+exactly what the server had announced at its ``cursor``. A follower may be stopped between any two
+messages, and another follower may go on with the same Index.
 """
 
 from kvdock.events.follower import AsyncFollower, Follower, Update

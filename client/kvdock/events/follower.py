@@ -1,8 +1,8 @@
 """Followers: they keep an index equal to a server, whatever happens to the connection.
 
-The window of a follower's connection is small and fixed. gRPC would let it grow until megabytes of
-events lie between server and reader, each batch as small as it was when it was new; so a slow
-reader would work through what is long past, and neither side would know.
+The window of a follower's connection is small and fixed. gRPC would let the window grow until
+megabytes of small batches lie between server and reader. A slow reader would then read events that
+are long past, and neither side would know.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Update:
     """What a follower learned."""
 
     changes: Sequence[Stored | Removed]
-    """What changed in the index; empty after a mere sign of life."""
+    """What changed in the index; empty after a sign of life."""
     lost: KVDockError | None = None
-    """Why there is no connection now; the follower goes on trying. None: there is one."""
+    """Why there is no connection now; None if there is one. The follower goes on trying."""
 
 
 class _Attempts:
@@ -51,7 +51,7 @@ class _Attempts:
         self._delay = _FIRST_DELAY
 
     def failed(self, error: KVDockError) -> float:
-        """Seconds to wait. Raises the error if another attempt would fail as well."""
+        """Seconds until the next attempt. Raises the error if that would fail as well."""
         if isinstance(error, NoEventLog | InvalidArgument):
             raise error
         delay, self._delay = self._delay, min(2 * self._delay, _LONGEST_DELAY)
@@ -59,7 +59,7 @@ class _Attempts:
 
 
 def _apply(index: Index, message: Message) -> Update | None:
-    """None if the stream is of no more use."""
+    """None if the stream is of no use any more."""
     try:
         return Update(index.apply(message))
     except OutOfStepError as error:
@@ -68,10 +68,10 @@ def _apply(index: Index, message: Message) -> Update | None:
 
 
 class Follower:
-    """Keeps an index equal to a server. Iterating does the work, on the thread that iterates.
+    """Keeps an index equal to a server. The work is done by iterating, on the thread that iterates.
 
-    It has a connection of its own, so that a reader that is slow holds up nobody else's calls. An
-    Update comes at least every ``progress_interval`` seconds while there is a connection. The
+    A follower has a connection of its own, so that a slow reader holds up no other calls. While
+    there is a connection, an Update comes at least every ``progress_interval`` seconds. The
     iteration ends with :meth:`close`, which may be called on any thread. Raises NoEventLog if the
     server keeps no log.
     """
@@ -127,7 +127,7 @@ class Follower:
 
 
 class AsyncFollower:
-    """As :class:`Follower`, in an event loop; make it there."""
+    """As :class:`Follower`, in the event loop in which it is made."""
 
     def __init__(
         self,

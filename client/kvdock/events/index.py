@@ -1,4 +1,4 @@
-"""A mirror of what a server has announced: pure, without I/O."""
+"""A mirror of what a server has announced, without I/O."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ from kvdock.events.messages import (
 
 
 class OutOfStepError(Exception):
-    """A message does not follow from the ones before. The next request is for a snapshot."""
+    """A message cannot follow the ones before. The next request must be for a snapshot."""
 
 
 class Index:
-    """What a server has announced and not removed: all of it, or what a filter lets through.
+    """The parts that a server has announced and not removed, as far as a filter lets them through.
 
-    A part is here once for each medium on which it is.
-
-    Not thread-safe: let one thread apply and read, or lock around both.
+    A part is listed once for each medium that holds it. Not thread-safe: let one thread apply and
+    read, or lock around both.
     """
 
     def __init__(self, only: Filter | None = None) -> None:
         self.only = only or Filter()
         self._cursor: Cursor | None = None
         self._parts: dict[str, dict[PartId, Stored]] = {}
-        # The snapshot that is being received, and for when it will be true.
+        # The snapshot that is being received, and the cursor for which it is true.
         self._coming: dict[str, dict[PartId, Stored]] = {}
         self._coming_cursor: Cursor | None = None
 
@@ -49,17 +48,17 @@ class Index:
         return part in self._parts.get(part.namespace, ())
 
     def __iter__(self) -> Iterator[Stored]:
-        """Every part there is, on each medium parents before children."""
+        """Every part. On each medium parents come before children."""
         for parts in self._parts.values():
             yield from parts.values()
 
     @property
     def cursor(self) -> Cursor | None:
-        """For when the index is true; None if only a snapshot can tell."""
+        """The place in the log for which the index is true; None if it needs a snapshot."""
         return self._cursor
 
     def parts(self, namespace: str) -> Mapping[PartId, Stored]:
-        """The parts of one namespace, on each medium parents before children."""
+        """The parts of one namespace. On each medium parents come before children."""
         return self._parts.get(namespace, {})
 
     def prefix(
@@ -69,9 +68,9 @@ class Index:
         group_idx: int | None = None,
         medium: Medium = Medium.UNSPECIFIED,
     ) -> int:
-        """How many of a prompt's chunks, from the first on, have a part of that group there.
+        """How many of a prompt's chunks, from the first on, have a part of the group on the medium.
 
-        UNSPECIFIED: on any medium, each part on its own.
+        UNSPECIFIED: each part may be on any medium.
         """
         parts = self._parts.get(namespace, {})
         media = (medium,) if medium else tuple(Medium)
@@ -86,10 +85,10 @@ class Index:
         return "snapshot" if self._cursor is None else self._cursor
 
     def apply(self, message: Message) -> list[Stored | Removed]:
-        """Take in the next message, and tell what changed, in an order in which parents come first
-        and go last. After a snapshot that is the difference to what was there before it.
+        """Takes in the next message. Returns what changed: parents are stored first, removed last.
 
-        Raises OutOfStepError if the message cannot be the next one.
+        After a snapshot the changes are the difference to the parts before it. Raises
+        OutOfStepError if the message cannot be the next one.
         """
         try:
             match message:
@@ -108,7 +107,7 @@ class Index:
         return []
 
     def forget(self) -> list[Removed]:
-        """Take it that everything is gone, for example when a server does not come back."""
+        """Removes everything, for example when a server does not come back."""
         sequence = self._cursor.sequence if self._cursor else 0
         gone = [_gone(part, sequence) for part in reversed(list(self))]
         self._parts = {}
@@ -156,7 +155,7 @@ class Index:
 
     def _piece(self, piece: SnapshotPiece) -> list[Stored | Removed]:
         if self._coming_cursor != piece.cursor:
-            # Another snapshot than the one that was cut off.
+            # A new snapshot, after another one was cut off.
             self._coming, self._coming_cursor = {}, piece.cursor
         for part in piece.stored:
             self._coming.setdefault(part.namespace, {})[part.id] = part
@@ -179,8 +178,10 @@ class Index:
         return changes
 
     def _told_anew(self, before: Mapping[str, Mapping[PartId, Stored]]) -> set[PartId]:
-        """Parts that stayed but are removed and stored: they differ, or their parent does, without
-        which nobody can have them meanwhile."""
+        """Parts that a snapshot keeps, but that are told as removed and stored.
+
+        They differ from before, or their parent does: while a parent is gone, so are its children.
+        """
         anew: set[PartId] = set()
         for part in self:
             old = before.get(part.namespace, {}).get(part.id)

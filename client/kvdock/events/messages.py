@@ -1,4 +1,4 @@
-"""The messages of the event stream as plain values, and the request for it."""
+"""The messages of the event stream as plain values, and the request for the stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRESS_INTERVAL: Final = 10.0
 """Seconds after which a quiet server gives a sign of life."""
 
 MISSED_SIGNS: Final = 3
-"""After so many intervals without any message the server counts as lost."""
+"""How many progress intervals without a message make a server count as lost."""
 
 
 class Medium(ProtocolEnum):
@@ -28,7 +28,7 @@ class Medium(ProtocolEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in a server's log: after the event of that number, in that life of the server."""
+    """A place in a server's log: after the event with this number, in this life of the server."""
 
     epoch: int
     sequence: int
@@ -45,12 +45,10 @@ class Cursor:
         return cls(int(epoch), int(sequence))
 
     def to_proto(self) -> pb.Cursor:
-        """The message."""
         return pb.Cursor(epoch=self.epoch, sequence=self.sequence)
 
     @classmethod
     def from_proto(cls, message: pb.Cursor) -> Cursor:
-        """Reads a message."""
         return cls(message.epoch, message.sequence)
 
 
@@ -73,7 +71,7 @@ class Stored:
     parent_key: bytes
     """Key of the chunk it extends; empty for a first chunk."""
     data: ChunkEventData | None
-    """What the storing engine told of it; None if it told nothing."""
+    """What the storing engine told about the part; None if nothing."""
     medium: Medium
     group_idx: int | None
     kind: GroupKind
@@ -87,7 +85,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A part cannot be found any more on a medium, though perhaps on another."""
+    """A part is gone from a medium. It may still be on another."""
 
     sequence: int = field(compare=False)
     namespace: str
@@ -105,7 +103,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """No part of the namespace can be found any more, on any medium."""
+    """All parts of a namespace are gone from all media."""
 
     sequence: int = field(compare=False)
     namespace: str
@@ -113,7 +111,7 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Something that only newer clients know: it has a number, and changes nothing here."""
+    """An event that only newer clients know. It counts as an event, and changes nothing here."""
 
     sequence: int = field(compare=False)
     namespace: str
@@ -128,13 +126,13 @@ class Batch:
 
     cursor: Cursor
     unix_ms: int
-    """When the last of them happened."""
+    """When the last event happened."""
     events: tuple[Event, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPiece:
-    """Some of what was there at the cursor, parents before children across all pieces."""
+    """Some of the parts that were there at the cursor. Over all pieces parents precede children."""
 
     cursor: Cursor
     stored: tuple[Stored, ...]
@@ -150,7 +148,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """The wanted place is gone and the stream has ended: ask for a snapshot."""
+    """The log does not reach back to the place asked for. The stream ended: ask for a snapshot."""
 
     cursor: Cursor
     oldest: Cursor
@@ -174,7 +172,7 @@ def message_from_proto(message: pb.StreamKVEventsResponse) -> Message:
         case "compacted":
             return Compacted(cursor, Cursor.from_proto(message.compacted.oldest))
         case _:
-            # What a newer server adds to the protocol has a cursor as well.
+            # A message that only newer servers know has a cursor as well.
             return Progress(cursor)
 
 
@@ -183,7 +181,7 @@ _KNOWN_MEDIA: Final = frozenset(pb.Medium.values())
 
 def _event(event: pb.Event) -> Event:
     match event.WhichOneof("event"):
-        # What is on a medium that only newer clients know could not be told from what is on others.
+        # Media that only newer clients know would all look alike here, so their events are skipped.
         case "stored" if event.stored.medium in _KNOWN_MEDIA:
             return _stored(event)
         case "removed" if event.removed.medium in _KNOWN_MEDIA:
@@ -219,16 +217,16 @@ def _stored(event: pb.Event) -> Stored:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """What a reader wants to hear of; by default everything."""
+    """Which events a reader wants; by default all."""
 
     namespaces: tuple[str, ...] = ()
     group_idx: int | None = None
-    """Only parts of this group. None: of all, also those without group."""
+    """Only parts of this group. None: all parts, also those without group."""
     medium: Medium = Medium.UNSPECIFIED
 
     @property
     def is_all(self) -> bool:
-        """True if it lets everything through."""
+        """True if the filter lets everything through."""
         return self == Filter()
 
 
@@ -236,7 +234,7 @@ class Filter:
 def stream_request(
     start: Cursor | str, only: Filter, progress_interval: float
 ) -> pb.StreamKVEventsRequest:
-    """The request for a stream from a cursor, ``"now"`` or ``"snapshot"``."""
+    """The request for a stream that starts at a cursor, ``"now"`` or ``"snapshot"``."""
     request = pb.StreamKVEventsRequest(
         namespaces=only.namespaces,
         group_idx=only.group_idx,
@@ -244,7 +242,7 @@ def stream_request(
         progress_interval_ms=round(progress_interval * 1000),
     )
     if not request.progress_interval_ms:
-        # On the wire 0 is the server's own interval, and whoever asks waits by the one asked for.
+        # On the wire 0 means the server's own interval, but the client must know the interval.
         raise InvalidArgument(f"progress_interval is {progress_interval:g} s: give at least 0.1")
     if isinstance(start, Cursor):
         request.after.CopyFrom(start.to_proto())

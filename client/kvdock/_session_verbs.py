@@ -1,0 +1,255 @@
+"""The verbs of a session: each builds its request and reads its answer. Nothing here does I/O."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvdock import _verbs
+from kvdock._verbs import Call, Request, Response, Result, within_limits
+from kvdock.errors import InvalidArgument
+from kvdock.types import (
+    ChunkEventData,
+    ChunkResult,
+    ChunkStatus,
+    DeviceAllocation,
+    GroupMemory,
+    Hit,
+    Lease,
+    MemoryRegistration,
+    Namespace,
+    Reservation,
+    TransferMode,
+)
+from kvdock.v1 import cache_pb2, session_pb2, types_pb2
+
+
+class SessionVerbs(ABC):
+    """What can be asked on a session. A face says in ``_call`` how a request is sent."""
+
+    @abstractmethod
+    def _call(self, call: Call[Request, Response, Result], timeout: float | None) -> Result:
+        """Sends the request, and returns what the call makes of the answer."""
+
+    @abstractmethod
+    def _seconds(self, timeout: float | None) -> float:
+        """``timeout``, or the session's own for None."""
+
+    def register_namespace(self, namespace: Namespace, *, timeout: float | None = None) -> bool:
+        """As :meth:`kvdock.Client.register_namespace`."""
+        return self._call(_verbs.register_namespace(namespace), timeout)
+
+    def register_memory(
+        self,
+        namespace: str,
+        allocations: Sequence[DeviceAllocation] = (),
+        groups: Sequence[GroupMemory] = (),
+        *,
+        mode: TransferMode = TransferMode.UNSPECIFIED,
+        timeout: float | None = None,
+    ) -> MemoryRegistration:
+        """Hands a worker's KV-cache memory to the server. It replaces what was registered before.
+
+        ``mode`` UNSPECIFIED lets the server choose between SERVER and SHARED. Raises DeviceMemory
+        if the server cannot open the memory.
+        """
+        with within_limits("register_memory"):
+            request = session_pb2.RegisterMemoryRequest(
+                namespace=namespace,
+                mode=types_pb2.TransferMode.ValueType(mode),
+                allocations=[allocation.to_proto() for allocation in allocations],
+                groups=[group.to_proto() for group in groups],
+            )
+        return self._call(Call(request, MemoryRegistration.from_proto), timeout)
+
+    def lookup(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        *,
+        readers: int = 1,
+        probe: bool = False,
+        timeout: float | None = None,
+    ) -> Hit:
+        """Finds how many of a prompt's chunks, from the first on, are cached, and locks them.
+
+        Each of ``readers`` workers gets a lock of its own on every part. The lease lives as long as
+        this session. With ``probe`` nothing is locked.
+        """
+        seconds = self._seconds(timeout)
+        call = _verbs.lookup(namespace, keys, readers, probe, timeout=seconds)
+        return self._call(call, seconds)
+
+    def free_locks(
+        self,
+        lease: Lease | int,
+        first: int = 0,
+        end: int = 0,
+        *,
+        reader: int | None = None,
+        group_idx: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Frees locks on chunks [first, end) of the lookup; ``end`` 0 means to the end.
+
+        Returns how many locks it freed: a second call frees none. ``reader`` None frees the locks
+        of all readers, and on a worker's session the worker's own. ``group_idx`` None frees those
+        of all groups. Raises ForeignLease.
+        """
+        return self._call(_verbs.free_locks(lease, first, end, reader, group_idx), timeout)
+
+    def reserve(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        *,
+        parent: bytes = b"",
+        group_idx: int | None = None,
+        event_data: Sequence[ChunkEventData] | None = None,
+        timeout: float | None = None,
+    ) -> Reservation:
+        """Asks for memory to copy consecutive chunks of one prompt into.
+
+        ``parent`` is the key of the chunk before the first; it is empty for a prompt's first chunk.
+        Copy into the chunks that are RESERVED, then commit. Raises WrongMode outside shared mode,
+        ChunkTooLarge if the whole pool could not hold one chunk.
+        """
+        seconds = self._seconds(timeout)
+        with within_limits("reserve"):
+            request = cache_pb2.ReserveRequest(
+                namespace=namespace,
+                group_idx=group_idx,
+                parent_key=parent,
+                keys=keys,
+                event_data=_verbs.event_data_messages(event_data),
+                timeout_ms=_verbs.limit_ms(seconds),
+            )
+        return self._call(Call(request, Reservation.from_proto), seconds)
+
+    def commit(
+        self,
+        reservation: Reservation | int,
+        chunks: Sequence[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> list[ChunkStatus]:
+        """Seals chunks whose bytes are complete.
+
+        ``chunks`` are indexes into the reservation's keys, None for all. Returns STORED or FAILED
+        for each. Raises UnknownReservation, ForeignReservation.
+        """
+        if chunks is not None and not chunks:
+            # On the wire an empty list means every chunk.
+            raise InvalidArgument("commit names no chunks; pass None for all that are still open")
+        with within_limits("commit"):
+            request = cache_pb2.CommitRequest(
+                reservation_id=_reservation_id(reservation), chunks=chunks
+            )
+        return self._call(Call(request, _statuses), timeout)
+
+    def abort(self, reservation: Reservation | int, *, timeout: float | None = None) -> int:
+        """Gives back the memory of a reservation's open chunks, and says how many there were.
+
+        A second call finds none.
+        """
+        with within_limits("abort"):
+            request = cache_pb2.AbortRequest(reservation_id=_reservation_id(reservation))
+        return self._call(Call(request, _aborted), timeout)
+
+    def store(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        *,
+        parent: bytes = b"",
+        group_idx: int | None = None,
+        ready_event: bytes = b"",
+        event_data: Sequence[ChunkEventData] | None = None,
+        timeout: float | None = None,
+    ) -> list[ChunkStatus]:
+        """Has the server copy chunks out of the registered memory (server mode).
+
+        ``block_ids`` are the blocks of all chunks, chunk by chunk. ``ready_event`` is the handle of
+        a CUDA IPC event that the copy waits for. A chunk that is not copied within ``timeout``
+        never becomes visible, so after DeadlineExceeded the blocks may be used again. Raises
+        WrongMode, DeviceMemory.
+        """
+        seconds = self._seconds(timeout)
+        with within_limits("store"):
+            timeout_ms = _verbs.limit_ms(seconds)
+            request = cache_pb2.StoreRequest(
+                namespace=namespace,
+                group_idx=group_idx,
+                parent_key=parent,
+                keys=keys,
+                block_ids=block_ids,
+                ready_event=ready_event,
+                event_data=_verbs.event_data_messages(event_data),
+                timeout_ms=timeout_ms,
+                deadline_ns=time.monotonic_ns() + timeout_ms * 1_000_000,
+            )
+        return self._call(Call(request, _statuses), seconds)
+
+    def retrieve(
+        self,
+        lease: Lease | int,
+        first: int = 0,
+        end: int = 0,
+        *,
+        group_idx: int | None = None,
+        kv_worker_id: int = 0,
+        reader: int = 0,
+        block_ids: Sequence[int] = (),
+        skip_blocks: int = 0,
+        ready_event: bytes = b"",
+        also_fill: Sequence[int] = (),
+        filled_by: int | None = None,
+        timeout: float | None = None,
+    ) -> list[ChunkResult]:
+        """Delivers the locked chunks [first, end) of the lookup; ``end`` 0 means to the end.
+
+        In shared mode the answer says where the chunks lie. Copy them, then free the locks, and use
+        the copy only if :meth:`free_locks` released every lock.
+
+        In server mode the server has copied the chunks to ``block_ids`` when it answers, and the
+        locks are free. ``also_fill`` names other readers of the same shard, which get the same
+        bytes. Each of them calls retrieve with ``filled_by``, the reader that fills it, to learn
+        the outcome. After DeadlineExceeded or SessionLost the server may still write to the blocks,
+        until its process has ended (:class:`kvdock.liveness.ServerProcess`), or until a new session
+        of the worker has registered the memory.
+
+        Raises UnknownLease, ForeignLease, DeviceMemory.
+        """
+        with within_limits("retrieve"):
+            request = cache_pb2.RetrieveRequest(
+                lease_id=_verbs.lease_id(lease),
+                group_idx=group_idx,
+                first_chunk=first,
+                end_chunk=end,
+                kv_worker_id=kv_worker_id,
+                reader=reader,
+                block_ids=block_ids,
+                skip_blocks=skip_blocks,
+                ready_event=ready_event,
+                also_fill=also_fill,
+                filled_by=filled_by,
+            )
+        return self._call(Call(request, _results), timeout)
+
+
+def _reservation_id(reservation: Reservation | int) -> int:
+    return reservation.id if isinstance(reservation, Reservation) else reservation
+
+
+def _statuses(response: cache_pb2.CommitResponse | cache_pb2.StoreResponse) -> list[ChunkStatus]:
+    return [ChunkStatus(status) for status in response.statuses]
+
+
+def _aborted(response: cache_pb2.AbortResponse) -> int:
+    return response.aborted
+
+
+def _results(response: cache_pb2.RetrieveResponse) -> list[ChunkResult]:
+    return [ChunkResult.from_proto(chunk) for chunk in response.chunks]
