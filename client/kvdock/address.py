@@ -124,7 +124,7 @@ def _tcp(host_port: str, given: str) -> Address:
     if not in_brackets and not _HOST.fullmatch(host):
         raise InvalidArgument(f"address {given!r}: {host!r} is no host's name or address")
     text = f"{host}:{int(port_text)}"
-    return Address(text=text, target=text, socket_path=None, is_local=_is_loopback(host))
+    return Address(text=text, target=text, socket_path=None, is_local=is_loopback(host))
 
 
 def _is_ipv6(text: str) -> bool:
@@ -135,7 +135,8 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches what listens there. ``host``: of ``host:port``."""
     if host == "localhost":
         return True
     try:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 
-from kvdock.address import parse
+from kvdock.address import Address, is_loopback, parse
 from kvdock_server.config import Config
 from kvdock_server.core import Core
 from kvdock_server.endpoint import claimed, private_files, refuse_taken
@@ -59,13 +59,7 @@ async def run(config: Config) -> None:
                 config.memory / 2**30,
                 config.chunk_tokens,
             )
-            if not address.is_local:
-                logger.warning(
-                    "whoever reaches %s can read, clear and evict every namespace: nothing is "
-                    "encrypted and nobody is asked who they are. Listen on a Unix socket or "
-                    "127.0.0.1, or let only trusted hosts reach it",
-                    address,
-                )
+            _warn_of_others(address, config.metrics_listen)
             chores = [loop.create_task(_sweep(core)), loop.create_task(_tidy(core))]
             await stop.wait()
             await _drain(core, server, config.drain_seconds)
@@ -78,6 +72,24 @@ async def run(config: Config) -> None:
             await loop.run_in_executor(None, metrics.close)
         finally:
             pool.stop()
+
+
+def _warn_of_others(address: Address, metrics_listen: str) -> None:
+    """Say what other hosts can do where they may reach an address."""
+    if not address.is_local:
+        logger.warning(
+            "whoever reaches %s can read, clear and evict every namespace: nothing is "
+            "encrypted and nobody is asked who they are. Listen on a Unix socket or "
+            "127.0.0.1, or let only trusted hosts reach it",
+            address,
+        )
+    if metrics_listen and not is_loopback(metrics_listen.rpartition(":")[0]):
+        logger.warning(
+            "whoever reaches %s can read the metrics, and ask for them as often as they like: "
+            "nobody is asked who they are. Serve them on 127.0.0.1, or let only trusted hosts "
+            "reach it",
+            metrics_listen,
+        )
 
 
 async def _sweep(core: Core) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, maybe_convert_block_hash
+from vllm.v1.engine.core import EngineCore
 
 from kvdock import Client
 from kvdock_vllm.events.published import Published
@@ -260,6 +262,13 @@ def test_nothing_is_told_again_that_is_to_be_cleared_once_there_is_a_server(
         assert watched.on("CPU") == 0
 
 
+def blocks_of(client: Client) -> int:
+    """How many blocks the server has."""
+    names = [entry.namespace.name for entry in client.namespaces()]
+    parts = sum(part.visible for name in names for part in client.chunks(name))
+    return parts * C // BLOCK_TOKENS
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_consumer_knows_what_the_server_has_whatever_is_cleared(
     watch: Callable[..., Watched], kvdock: ServerProcess, seed: int
@@ -268,11 +277,6 @@ def test_a_consumer_knows_what_the_server_has_whatever_is_cleared(
     engine, consumer = watched.engine, watched.publisher.consumer
 
     with Client(kvdock.address) as client:
-
-        def blocks_there() -> int:
-            names = [entry.namespace.name for entry in client.namespaces()]
-            parts = sum(part.visible for name in names for part in client.chunks(name))
-            return parts * C // BLOCK_TOKENS
 
         def reset(*, reset_connector: bool) -> None:
             # Blocks of a store under way are held, and then vLLM refuses.
@@ -291,12 +295,58 @@ def test_a_consumer_knows_what_the_server_has_whatever_is_cleared(
         for action in chance.choices(actions, [6, 3, 4, 1, 2, 1, 4], k=40):
             action()
             assert len(consumer.on("GPU")) <= engine.kv_cache_config.num_blocks
-        watched.until(lambda: watched.on("CPU") == blocks_there(), "what the server has")
+        watched.until(lambda: watched.on("CPU") == blocks_of(client), "what the server has")
         reset(reset_connector=False)
         watched.until(lambda: watched.on("GPU") == 0, "an empty GPU")
-        watched.until(lambda: watched.on("CPU") == blocks_there(), "what the server has, again")
+        watched.until(lambda: watched.on("CPU") == blocks_of(client), "what the server has, again")
         client.clear()
         watched.until(lambda: watched.on("CPU") == 0, "nothing")
+
+
+class Sleeper(EngineCore):
+    """vLLM's own core as far as it sleeps, around an engine's scheduler. Nothing is on a device."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.scheduler = engine.scheduler
+        self.mm_receiver_cache = None
+        self.model_executor = Mock(is_sleeping=False)
+
+
+@pytest.mark.parametrize("connector_too", [False, True])
+def test_what_the_server_has_is_told_again_after_sleep(
+    watch: Callable[..., Watched],
+    kvdock: ServerProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    connector_too: bool,
+) -> None:
+    """Whether or not this version of vLLM has sleep reset its connector's cache."""
+    watched, other = watch(), watch()
+    engine, consumer, blocks = watched.engine, watched.publisher.consumer, TOKENS // BLOCK_TOKENS
+    reset = engine.scheduler.reset_prefix_cache
+    monkeypatch.setattr(
+        engine.scheduler,
+        "reset_prefix_cache",
+        lambda running=False, connector=False: reset(running, reset_connector=connector_too),
+    )
+    core = Sleeper(engine)
+    with Client(kvdock.address) as client:
+        for new in (1, 2):
+            engine.generate(prompt(TOKENS))
+            watched.until(lambda: watched.on("CPU") == blocks_of(client) >= blocks, "all blocks")
+            watched.until(lambda: not engine.scheduler.has_requests(), "idle")
+            before = consumer.on("CPU")
+
+            core.sleep(level=1)
+            # Meanwhile the server gets more.
+            other.engine.generate(prompt(TOKENS, seed=new))
+            other.until(lambda: not other.engine.scheduler.has_requests(), "stored")
+            core.wake_up()
+
+            assert blocks_of(client) == (0 if connector_too else len(before)) + blocks
+            watched.until(lambda: watched.on("GPU") == 0, "an empty GPU")
+            watched.until(lambda: watched.on("CPU") == blocks_of(client), "what the server has")
+            kept = consumer.on("CPU") & before
+            assert kept == (set() if connector_too else before)
 
 
 def test_an_engine_can_be_told_to_publish_its_own_blocks_only(
