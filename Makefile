@@ -31,6 +31,8 @@ help:
 
 # How many tests run at a time: most of them wait more than they compute.
 WORKERS ?= 3
+# Engines compute more than they wait.
+ENGINE_WORKERS ?= 2
 
 # --- environments ---------------------------------------------------------------------------------
 
@@ -79,7 +81,7 @@ test-fast: setup lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not e2e and not gpu' --durations=20
 
 test-e2e: setup
-	$(BIN)/python -m pytest -m 'e2e and not gpu' --durations=0
+	$(BIN)/python -m pytest -n $(ENGINE_WORKERS) --dist worksteal -m 'e2e and not gpu' --durations=20
 
 # Not a part of test: it downloads 440 MB.
 test-contract: setup
