@@ -10,6 +10,6 @@ from typing import Final
 
 # How the names of the tests begin, for how many seconds, and why.
 HOLD_UPS: Final[dict[str, tuple[float, str]]] = {
-    "tests/server/test_wire_limits.py": (1.0, "a message of 4 MiB is decoded in one call"),
+    "tests/server/test_wire_limits.py": (0.4, "a message of 4 MiB is decoded in one call"),
     "tests/server/test_status.py": (0.2, "1,000 sessions are put into one message, or end at once"),
 }
