@@ -310,6 +310,8 @@ class Sleeper(EngineCore):
         self.scheduler = engine.scheduler
         self.mm_receiver_cache = None
         self.model_executor = Mock(is_sleeping=False)
+        # vLLM 0.33 asks the workers for it when it wakes up.
+        self.model_executor.get_kv_connector_handshake_metadata.return_value = None
 
 
 @pytest.mark.parametrize("connector_too", [False, True])
