@@ -85,13 +85,13 @@ class SessionVerbs(ABC):
         self,
         lease: Lease | int,
         first: int = 0,
-        end: int = 0,
+        end: int | None = None,
         *,
         reader: int | None = None,
         group_idx: int | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Frees locks on chunks [first, end) of the lookup; ``end`` 0 means to the end.
+        """Frees locks on chunks [first, end) of the lookup; ``end`` None means to the end.
 
         Returns how many locks it freed: a second call frees none. ``reader`` None frees the locks
         of all readers, and on a worker's session the worker's own. ``group_idx`` None frees those
@@ -196,7 +196,7 @@ class SessionVerbs(ABC):
         self,
         lease: Lease | int,
         first: int = 0,
-        end: int = 0,
+        end: int | None = None,
         *,
         group_idx: int | None = None,
         kv_worker_id: int = 0,
@@ -208,7 +208,7 @@ class SessionVerbs(ABC):
         filled_by: int | None = None,
         timeout: float | None = None,
     ) -> list[ChunkResult]:
-        """Delivers the locked chunks [first, end) of the lookup; ``end`` 0 means to the end.
+        """Delivers the locked chunks [first, end) of the lookup; ``end`` None means to the end.
 
         In shared mode the answer says where the chunks lie. Copy them, then free the locks, and use
         the copy only if :meth:`free_locks` released every lock.

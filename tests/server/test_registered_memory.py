@@ -174,7 +174,7 @@ async def test_who_waits_for_room_is_not_silent(
 
 async def test_a_reader_without_locks_is_not_copying(engine: Engine) -> None:
     lease = engine.lookup()
-    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease, 0, 0, 1)]))
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease, reader=1)]))
     request = pb.RetrieveRequest(lease_id=lease, reader=1)
     answer = await verbs.retrieve(engine.service, engine.scheduler, request)
     assert len(answer.chunks) == len(KEYS)

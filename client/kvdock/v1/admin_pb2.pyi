@@ -462,14 +462,20 @@ class ClearRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
     namespace: builtins.str
-    """Registered name. Empty: all namespaces."""
+    """The namespace of this registered name."""
+    all: builtins.bool
+    """Every namespace. False is refused with INVALID_ARGUMENT."""
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
+        all: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["all", b"all", "namespace", b"namespace", "scope", b"scope"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "namespace", b"namespace", "scope", b"scope"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["scope", b"scope"]) -> typing.Literal["namespace", "all"] | None: ...
 
 Global___ClearRequest: typing_extensions.TypeAlias = ClearRequest
 
@@ -498,14 +504,20 @@ class EvictRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BYTES_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
     bytes: builtins.int
-    """At least so many bytes. 0: all that can be."""
+    """At least so many bytes. 0: nothing."""
+    all: builtins.bool
+    """All that can be. False is refused with INVALID_ARGUMENT."""
     def __init__(
         self,
         *,
         bytes: builtins.int = ...,
+        all: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["all", b"all", "amount", b"amount", "bytes", b"bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "amount", b"amount", "bytes", b"bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["amount", b"amount"]) -> typing.Literal["bytes", "all"] | None: ...
 
 Global___EvictRequest: typing_extensions.TypeAlias = EvictRequest
 

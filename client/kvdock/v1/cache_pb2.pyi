@@ -214,11 +214,13 @@ class LockRange(google.protobuf.message.Message):
     READER_FIELD_NUMBER: builtins.int
     GROUP_IDX_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
-    """The lease."""
+    """The lease. 0 names none: nothing is freed."""
     first_chunk: builtins.int
     """First chunk, as index into the keys of the lookup."""
     end_chunk: builtins.int
-    """Chunk after the last. 0: to the end."""
+    """Chunk after the last. Absent: to the end. Not above first_chunk: the range is empty, and nothing
+    is freed.
+    """
     reader: builtins.int
     """Whose locks. Absent: those of all readers; on a worker's session always its own only."""
     group_idx: builtins.int
@@ -228,12 +230,14 @@ class LockRange(google.protobuf.message.Message):
         *,
         lease_id: builtins.int = ...,
         first_chunk: builtins.int = ...,
-        end_chunk: builtins.int = ...,
+        end_chunk: builtins.int | None = ...,
         reader: builtins.int | None = ...,
         group_idx: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "_reader", b"_reader", "group_idx", b"group_idx", "reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "_reader", b"_reader", "end_chunk", b"end_chunk", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "lease_id", b"lease_id", "reader", b"reader"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_group_idx", b"_group_idx", "_reader", b"_reader", "end_chunk", b"end_chunk", "group_idx", b"group_idx", "reader", b"reader"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_group_idx", b"_group_idx", "_reader", b"_reader", "end_chunk", b"end_chunk", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "lease_id", b"lease_id", "reader", b"reader"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_end_chunk", b"_end_chunk"]) -> typing.Literal["end_chunk"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
     @typing.overload
@@ -591,7 +595,9 @@ class RetrieveRequest(google.protobuf.message.Message):
     first_chunk: builtins.int
     """First chunk, as index into the keys of the lookup."""
     end_chunk: builtins.int
-    """Chunk after the last. 0: to the end of what the group has locked."""
+    """Chunk after the last, at most 16,384 after first_chunk. Absent: to the end of what the group has
+    locked. Not above first_chunk: the range is empty, and nothing is retrieved.
+    """
     kv_worker_id: builtins.int
     """Which shard. Must be the session's own kv_worker_id on a worker's session."""
     reader: builtins.int
@@ -652,7 +658,7 @@ class RetrieveRequest(google.protobuf.message.Message):
         lease_id: builtins.int = ...,
         group_idx: builtins.int | None = ...,
         first_chunk: builtins.int = ...,
-        end_chunk: builtins.int = ...,
+        end_chunk: builtins.int | None = ...,
         kv_worker_id: builtins.int = ...,
         reader: builtins.int = ...,
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
@@ -664,8 +670,10 @@ class RetrieveRequest(google.protobuf.message.Message):
         deadline_ns: builtins.int = ...,
         session_token: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "filled_by", b"filled_by", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_token", b"session_token", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "group_idx", b"group_idx"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_token", b"session_token", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_end_chunk", b"_end_chunk"]) -> typing.Literal["end_chunk"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_filled_by", b"_filled_by"]) -> typing.Literal["filled_by"] | None: ...
     @typing.overload

@@ -387,7 +387,9 @@ class RegisterMemoryRequest(google.protobuf.message.Message):
     ALLOCATIONS_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     namespace: builtins.str
-    """Registered name of the namespace whose groups the memory belongs to."""
+    """Registered name of the namespace whose groups the memory belongs to. Empty: refused with
+    INVALID_ARGUMENT, and what was registered before stays.
+    """
     mode: kvdock.v1.types_pb2.TransferMode.ValueType
     """The mode wanted. UNSPECIFIED: SERVER if the server can open the memory, else SHARED."""
     @property

@@ -9,6 +9,10 @@ Conventions of the whole protocol:
   * A message never exceeds 4 MiB; what is larger is streamed.
   * Zero or absent means what the field's comment says it means; where it says nothing, zero
     is an ordinary value.
+  * An empty request, of which no field is set, does nothing, or only reads, or is refused: nothing
+    is freed, cleared, evicted or replaced because a field is missing.
+  * A range of chunks begins with first_chunk and ends before end_chunk. Without end_chunk it goes to
+    the end. If end_chunk is not above first_chunk, the range is empty, and nothing is done for it.
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
     2^53 - 1: JavaScript, for one, holds no larger integer exactly.
   * A failed call answers with a gRPC status code, a message that says what to do, and a

@@ -40,6 +40,11 @@ def group_idx(message: Any) -> int | None:
     return message.group_idx if message.HasField("group_idx") else None
 
 
+def end_chunk(message: Any) -> int | None:
+    """The message's end_chunk, None if it has none: the range goes to the end."""
+    return message.end_chunk if message.HasField("end_chunk") else None
+
+
 def status_to_proto(status: ChunkStatus) -> types.ChunkStatus.ValueType:
     """What became of a chunk, as messages carry it."""
     return types.ChunkStatus.ValueType(status.value)
@@ -82,7 +87,7 @@ def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
 
 def retrieve_call(request: pb.RetrieveRequest) -> RetrieveCall:
     return RetrieveCall(
-        LeaseRange(request.lease_id, group_idx(request), request.first_chunk, request.end_chunk),
+        LeaseRange(request.lease_id, group_idx(request), request.first_chunk, end_chunk(request)),
         request.kv_worker_id,
         request.reader,
         BlockCopy(

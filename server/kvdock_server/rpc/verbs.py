@@ -15,6 +15,7 @@ from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core, LockRange, Mode, Session, Slot, check_session
 from kvdock_server.errors import invalid
 from kvdock_server.rpc.conversions import (
+    end_chunk,
     event_data,
     exported_memory,
     group_idx,
@@ -56,8 +57,8 @@ def lookup(core: Core, session: Session | None, request: pb.LookupRequest) -> pb
         hit_chunks=hit.chunks,
         lease_id=hit.lease.lease_id if hit.lease else 0,
     )
-    for group, first_chunk, end_chunk in hit.ranges:
-        response.groups.add(group_idx=group, first_chunk=first_chunk, end_chunk=end_chunk)
+    for group, first, end in hit.ranges:
+        response.groups.add(group_idx=group, first_chunk=first, end_chunk=end)
     return response
 
 
@@ -70,7 +71,7 @@ def free_locks(
             LockRange(
                 lock.lease_id,
                 lock.first_chunk,
-                lock.end_chunk,
+                end_chunk(lock),
                 lock.reader if lock.HasField("reader") else None,
                 group_idx(lock),
             )
@@ -129,6 +130,8 @@ def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> Step
 async def register_memory(
     service: Service, session: Session | None, request: session_pb2.RegisterMemoryRequest
 ) -> session_pb2.RegisterMemoryResponse:
+    if not request.namespace:
+        raise invalid("namespace is empty: name the one whose groups the memory belongs to")
     wanted = wanted_mode(request)
     exports = wanted is Mode.SERVER or (wanted is None and request.allocations)
     exported = exported_memory(request) if exports else None

@@ -141,7 +141,7 @@ class DeviceLoads:
     ) -> Sequence[ChunkStatus]:
         """Wait for the leader's call to fill this reader; the status of each chunk."""
         chunks = call.chunks
-        _check_asked(session, call)
+        asked = _check_asked(session, call)
         seconds = DEFAULT_ASK_SECONDS
         if math.isfinite(deadline):
             seconds = deadline - self._core.clock()
@@ -171,7 +171,7 @@ class DeviceLoads:
             )
             # At once: a call that is cancelled does not come back for the rest.
             at_once(self._core.free_locks_in_steps(session, [locks]))
-        failed = [ChunkStatus.FAILED] * (chunks.end_chunk - chunks.first_chunk)
+        failed = [ChunkStatus.FAILED] * asked
         if statuses is None:
             logger.warning(
                 "reader %d of %s gave up: it was not filled within %.1f s",
@@ -241,8 +241,8 @@ class DeviceLoads:
                 )
 
 
-def _check_asked(session: Session, call: RetrieveCall) -> None:
-    """RequestError if a field of a Retrieve with filled_by is wrong."""
+def _check_asked(session: Session, call: RetrieveCall) -> int:
+    """How many chunks are asked for; RequestError if a field of the call is wrong."""
     if (call.shard, call.reader) != (session.kv_worker_id, session.worker_id):
         raise invalid(
             f"shard {call.shard} and reader {call.reader}: this session may ask for "
@@ -255,11 +255,12 @@ def _check_asked(session: Session, call: RetrieveCall) -> None:
             "filled_by with block_ids, skip_blocks, ready_event or also_fill: those are for the "
             "reader that fills this one"
         )
-    first, end = call.chunks.first_chunk, call.chunks.end_chunk
+    first, end = call.chunks.first_chunk, call.chunks.end_chunk or 0
     if not 1 <= end - first <= MAX_KEYS:
         raise invalid(
             f"chunks [{first}, {end}): from 1 to {MAX_KEYS}; filled_by needs an end_chunk"
         )
+    return end - first
 
 
 def _by_itself(call: RetrieveCall, why: str) -> RequestError:
