@@ -244,7 +244,7 @@ def _reservation_id(reservation: Reservation | int) -> int:
 
 
 def _statuses(response: cache_pb2.CommitResponse | cache_pb2.StoreResponse) -> list[ChunkStatus]:
-    return [ChunkStatus(status) for status in response.statuses]
+    return [ChunkStatus(chunk.status) for chunk in response.chunks]
 
 
 def _aborted(response: cache_pb2.AbortResponse) -> int:

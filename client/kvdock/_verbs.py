@@ -154,7 +154,10 @@ def free_locks(
         reader=reader,
         group_idx=group_idx,
     )
-    return Call(cache_pb2.FreeLocksRequest(locks=[locks]), lambda response: sum(response.released))
+    return Call(
+        cache_pb2.FreeLocksRequest(locks=[locks]),
+        lambda response: sum(freed.released for freed in response.freed),
+    )
 
 
 def status() -> Call[admin_pb2.StatusRequest, admin_pb2.StatusResponse, admin_pb2.StatusResponse]:

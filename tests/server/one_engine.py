@@ -67,7 +67,7 @@ class Engine:
             self.workers[0].session,
             pb.StoreRequest(namespace="model", keys=KEYS, block_ids=range(len(KEYS) * PER_CHUNK)),
         )
-        assert set(stored.statuses) == {types.CHUNK_STATUS_STORED}
+        assert {chunk.status for chunk in stored.chunks} == {types.CHUNK_STATUS_STORED}
         self.bytes = cache[: len(KEYS) * CHUNK].copy()
         cache[:] = 0
 

@@ -442,9 +442,13 @@ async def store(engine: Engine, **fields: Any) -> set[types.ChunkStatus.ValueTyp
     )
     response = await verbs.store(engine.service, engine.workers[0].session, request)
     found = engine.core.lookup(engine.scheduler, "model", keys, probe=True).chunks
-    assert found == (len(keys) if set(response.statuses) == {types.CHUNK_STATUS_STORED} else 0)
+    assert found == (
+        len(keys)
+        if {chunk.status for chunk in response.chunks} == {types.CHUNK_STATUS_STORED}
+        else 0
+    )
     assert engine.core.index.reserved_bytes == 0
-    return set(response.statuses)
+    return {chunk.status for chunk in response.chunks}
 
 
 async def test_a_store_in_time_and_one_that_is_read_too_late(engine: Engine) -> None:

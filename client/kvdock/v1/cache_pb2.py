@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvdock.v1 import types_pb2 as kvdock_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvdock/v1/cache.proto\x12\tkvdock.v1\x1a\x15kvdock/v1/types.proto\"C\n\x18RegisterNamespaceRequest\x12\'\n\tnamespace\x18\x01 \x01(\x0b\x32\x14.kvdock.v1.Namespace\";\n\x19RegisterNamespaceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\"\xa2\x01\n\rLookupRequest\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x0f\n\x07readers\x18\x04 \x01(\r\x12\r\n\x05probe\x18\x05 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\x12\x1a\n\rsession_token\x18\x07 \x01(\x0c\x42\x03\x80\x01\x01\x12\x12\n\ntimeout_ms\x18\x08 \x01(\rJ\x04\x08\x01\x10\x02R\nsession_id\"j\n\x0eLookupResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x12\n\nhit_chunks\x18\x02 \x01(\r\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12#\n\x06groups\x18\x04 \x03(\x0b\x32\x13.kvdock.v1.GroupHit\"X\n\x08GroupHit\x12\x16\n\tgroup_idx\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\r\x12\x11\n\tend_chunk\x18\x03 \x01(\rB\x0c\n\n_group_idx\"e\n\x10\x46reeLocksRequest\x12#\n\x05locks\x18\x02 \x03(\x0b\x32\x14.kvdock.v1.LockRange\x12\x1a\n\rsession_token\x18\x03 \x01(\x0c\x42\x03\x80\x01\x01J\x04\x08\x01\x10\x02R\nsession_id\"\x9e\x01\n\tLockRange\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\r\x12\x16\n\tend_chunk\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06reader\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tgroup_idx\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x0c\n\n_end_chunkB\t\n\x07_readerB\x0c\n\n_group_idx\"4\n\x11\x46reeLocksResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08released\x18\x02 \x03(\r\"\xdc\x01\n\x0eReserveRequest\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12-\n\nevent_data\x18\x06 \x03(\x0b\x32\x19.kvdock.v1.ChunkEventData\x12\x1a\n\rsession_token\x18\x07 \x01(\x0c\x42\x03\x80\x01\x01\x12\x12\n\ntimeout_ms\x18\x08 \x01(\rB\x0c\n\n_group_idxJ\x04\x08\x01\x10\x02R\nsession_id\"`\n\x0fReserveResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x04\x12&\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x16.kvdock.v1.ChunkResult\"\\\n\x0b\x43hunkResult\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.kvdock.v1.ChunkStatus\x12%\n\x08location\x18\x02 \x01(\x0b\x32\x13.kvdock.v1.Location\"e\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x03 \x03(\r\x12\x1a\n\rsession_token\x18\x04 \x01(\x0c\x42\x03\x80\x01\x01J\x04\x08\x01\x10\x02R\nsession_id\"I\n\x0e\x43ommitResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12(\n\x08statuses\x18\x02 \x03(\x0e\x32\x16.kvdock.v1.ChunkStatus\"T\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x04\x12\x1a\n\rsession_token\x18\x03 \x01(\x0c\x42\x03\x80\x01\x01J\x04\x08\x01\x10\x02R\nsession_id\"/\n\rAbortResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\r\"\x97\x02\n\x0cStoreRequest\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x13\n\x0bready_event\x18\x07 \x01(\x0c\x12-\n\nevent_data\x18\x08 \x03(\x0b\x32\x19.kvdock.v1.ChunkEventData\x12\x12\n\ntimeout_ms\x18\t \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\n \x01(\x06\x12\x1a\n\rsession_token\x18\x0b \x01(\x0c\x42\x03\x80\x01\x01\x42\x0c\n\n_group_idxJ\x04\x08\x01\x10\x02R\nsession_id\"H\n\rStoreResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12(\n\x08statuses\x18\x02 \x03(\x0e\x32\x16.kvdock.v1.ChunkStatus\"\xf7\x02\n\x0fRetrieveRequest\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_chunk\x18\x04 \x01(\r\x12\x16\n\tend_chunk\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0ckv_worker_id\x18\x06 \x01(\r\x12\x0e\n\x06reader\x18\x07 \x01(\r\x12\x11\n\tblock_ids\x18\x08 \x03(\r\x12\x13\n\x0bskip_blocks\x18\t \x01(\r\x12\x13\n\x0bready_event\x18\n \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x0b \x01(\r\x12\x11\n\talso_fill\x18\x0c \x03(\r\x12\x16\n\tfilled_by\x18\r \x01(\rH\x02\x88\x01\x01\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\x0e \x01(\x06\x12\x1a\n\rsession_token\x18\x0f \x01(\x0c\x42\x03\x80\x01\x01\x42\x0c\n\n_group_idxB\x0c\n\n_end_chunkB\x0c\n\n_filled_byJ\x04\x08\x01\x10\x02R\nsession_id\"I\n\x10RetrieveResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12&\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x16.kvdock.v1.ChunkResult\"_\n\nPutRequest\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.kvdock.v1.PutOpenH\x00\x12\"\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x12.kvdock.v1.PutDataH\x00\x42\t\n\x07message\"\xaf\x01\n\x07PutOpen\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0ckv_worker_id\x18\x04 \x01(\r\x12\x12\n\nparent_key\x18\x05 \x01(\x0c\x12\x0c\n\x04keys\x18\x06 \x03(\x0c\x12-\n\nevent_data\x18\x07 \x03(\x0b\x32\x19.kvdock.v1.ChunkEventDataB\x0c\n\n_group_idxJ\x04\x08\x01\x10\x02\"&\n\x07PutData\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"n\n\x0bPutResponse\x12,\n\tadmission\x18\x01 \x01(\x0b\x32\x17.kvdock.v1.PutAdmissionH\x00\x12&\n\x06result\x18\x02 \x01(\x0b\x32\x14.kvdock.v1.PutResultH\x00\x42\t\n\x07message\"\\\n\x0cPutAdmission\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12(\n\x08statuses\x18\x02 \x03(\x0e\x32\x16.kvdock.v1.ChunkStatus\x12\x13\n\x0bshard_bytes\x18\x03 \x01(\x04\"B\n\tPutResult\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.kvdock.v1.ChunkStatus\"\x86\x01\n\nGetRequest\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0ckv_worker_id\x18\x04 \x01(\r\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12\x15\n\rmessage_bytes\x18\x06 \x01(\rB\x0c\n\n_group_idxJ\x04\x08\x01\x10\x02\"g\n\x0bGetResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.kvdock.v1.ChunkStatus\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x13\n\x0bshard_bytes\x18\x04 \x01(\x04\x32\xa5\x05\n\x0c\x43\x61\x63heService\x12^\n\x11RegisterNamespace\x12#.kvdock.v1.RegisterNamespaceRequest\x1a$.kvdock.v1.RegisterNamespaceResponse\x12=\n\x06Lookup\x12\x18.kvdock.v1.LookupRequest\x1a\x19.kvdock.v1.LookupResponse\x12\x46\n\tFreeLocks\x12\x1b.kvdock.v1.FreeLocksRequest\x1a\x1c.kvdock.v1.FreeLocksResponse\x12@\n\x07Reserve\x12\x19.kvdock.v1.ReserveRequest\x1a\x1a.kvdock.v1.ReserveResponse\x12=\n\x06\x43ommit\x12\x18.kvdock.v1.CommitRequest\x1a\x19.kvdock.v1.CommitResponse\x12:\n\x05\x41\x62ort\x12\x17.kvdock.v1.AbortRequest\x1a\x18.kvdock.v1.AbortResponse\x12:\n\x05Store\x12\x17.kvdock.v1.StoreRequest\x1a\x18.kvdock.v1.StoreResponse\x12\x43\n\x08Retrieve\x12\x1a.kvdock.v1.RetrieveRequest\x1a\x1b.kvdock.v1.RetrieveResponse\x12\x38\n\x03Put\x12\x15.kvdock.v1.PutRequest\x1a\x16.kvdock.v1.PutResponse(\x01\x30\x01\x12\x36\n\x03Get\x12\x15.kvdock.v1.GetRequest\x1a\x16.kvdock.v1.GetResponse0\x01\x42\x82\x01\n\x13io.github.kvdock.v1B\nCacheProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvdock/v1/cache.proto\x12\tkvdock.v1\x1a\x15kvdock/v1/types.proto\"C\n\x18RegisterNamespaceRequest\x12\'\n\tnamespace\x18\x01 \x01(\x0b\x32\x14.kvdock.v1.Namespace\";\n\x19RegisterNamespaceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\"\xa2\x01\n\rLookupRequest\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x0f\n\x07readers\x18\x04 \x01(\r\x12\r\n\x05probe\x18\x05 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\x12\x1a\n\rsession_token\x18\x07 \x01(\x0c\x42\x03\x80\x01\x01\x12\x12\n\ntimeout_ms\x18\x08 \x01(\rJ\x04\x08\x01\x10\x02R\nsession_id\"j\n\x0eLookupResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x12\n\nhit_chunks\x18\x02 \x01(\r\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12#\n\x06groups\x18\x04 \x03(\x0b\x32\x13.kvdock.v1.GroupHit\"X\n\x08GroupHit\x12\x16\n\tgroup_idx\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\r\x12\x11\n\tend_chunk\x18\x03 \x01(\rB\x0c\n\n_group_idx\"e\n\x10\x46reeLocksRequest\x12#\n\x05locks\x18\x02 \x03(\x0b\x32\x14.kvdock.v1.LockRange\x12\x1a\n\rsession_token\x18\x03 \x01(\x0c\x42\x03\x80\x01\x01J\x04\x08\x01\x10\x02R\nsession_id\"\x9e\x01\n\tLockRange\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\r\x12\x16\n\tend_chunk\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06reader\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tgroup_idx\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x0c\n\n_end_chunkB\t\n\x07_readerB\x0c\n\n_group_idx\"X\n\x11\x46reeLocksResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12$\n\x05\x66reed\x18\x03 \x03(\x0b\x32\x15.kvdock.v1.FreedLocksJ\x04\x08\x02\x10\x03R\x08released\"\x1e\n\nFreedLocks\x12\x10\n\x08released\x18\x01 \x01(\r\"\xdc\x01\n\x0eReserveRequest\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12-\n\nevent_data\x18\x06 \x03(\x0b\x32\x19.kvdock.v1.ChunkEventData\x12\x1a\n\rsession_token\x18\x07 \x01(\x0c\x42\x03\x80\x01\x01\x12\x12\n\ntimeout_ms\x18\x08 \x01(\rB\x0c\n\n_group_idxJ\x04\x08\x01\x10\x02R\nsession_id\"`\n\x0fReserveResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x04\x12&\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x16.kvdock.v1.ChunkResult\"\\\n\x0b\x43hunkResult\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.kvdock.v1.ChunkStatus\x12%\n\x08location\x18\x02 \x01(\x0b\x32\x13.kvdock.v1.Location\"e\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x03 \x03(\r\x12\x1a\n\rsession_token\x18\x04 \x01(\x0c\x42\x03\x80\x01\x01J\x04\x08\x01\x10\x02R\nsession_id\"W\n\x0e\x43ommitResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12&\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x16.kvdock.v1.ChunkResultJ\x04\x08\x02\x10\x03R\x08statuses\"T\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x04\x12\x1a\n\rsession_token\x18\x03 \x01(\x0c\x42\x03\x80\x01\x01J\x04\x08\x01\x10\x02R\nsession_id\"/\n\rAbortResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\r\"\x97\x02\n\x0cStoreRequest\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x13\n\x0bready_event\x18\x07 \x01(\x0c\x12-\n\nevent_data\x18\x08 \x03(\x0b\x32\x19.kvdock.v1.ChunkEventData\x12\x12\n\ntimeout_ms\x18\t \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\n \x01(\x06\x12\x1a\n\rsession_token\x18\x0b \x01(\x0c\x42\x03\x80\x01\x01\x42\x0c\n\n_group_idxJ\x04\x08\x01\x10\x02R\nsession_id\"V\n\rStoreResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12&\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x16.kvdock.v1.ChunkResultJ\x04\x08\x02\x10\x03R\x08statuses\"\xf7\x02\n\x0fRetrieveRequest\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_chunk\x18\x04 \x01(\r\x12\x16\n\tend_chunk\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0ckv_worker_id\x18\x06 \x01(\r\x12\x0e\n\x06reader\x18\x07 \x01(\r\x12\x11\n\tblock_ids\x18\x08 \x03(\r\x12\x13\n\x0bskip_blocks\x18\t \x01(\r\x12\x13\n\x0bready_event\x18\n \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x0b \x01(\r\x12\x11\n\talso_fill\x18\x0c \x03(\r\x12\x16\n\tfilled_by\x18\r \x01(\rH\x02\x88\x01\x01\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\x0e \x01(\x06\x12\x1a\n\rsession_token\x18\x0f \x01(\x0c\x42\x03\x80\x01\x01\x42\x0c\n\n_group_idxB\x0c\n\n_end_chunkB\x0c\n\n_filled_byJ\x04\x08\x01\x10\x02R\nsession_id\"I\n\x10RetrieveResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12&\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x16.kvdock.v1.ChunkResult\"_\n\nPutRequest\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.kvdock.v1.PutOpenH\x00\x12\"\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x12.kvdock.v1.PutDataH\x00\x42\t\n\x07message\"\xaf\x01\n\x07PutOpen\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0ckv_worker_id\x18\x04 \x01(\r\x12\x12\n\nparent_key\x18\x05 \x01(\x0c\x12\x0c\n\x04keys\x18\x06 \x03(\x0c\x12-\n\nevent_data\x18\x07 \x03(\x0b\x32\x19.kvdock.v1.ChunkEventDataB\x0c\n\n_group_idxJ\x04\x08\x01\x10\x02\"&\n\x07PutData\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"n\n\x0bPutResponse\x12,\n\tadmission\x18\x01 \x01(\x0b\x32\x17.kvdock.v1.PutAdmissionH\x00\x12&\n\x06result\x18\x02 \x01(\x0b\x32\x14.kvdock.v1.PutResultH\x00\x42\t\n\x07message\"j\n\x0cPutAdmission\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0bshard_bytes\x18\x03 \x01(\x04\x12&\n\x06\x63hunks\x18\x04 \x03(\x0b\x32\x16.kvdock.v1.ChunkResultJ\x04\x08\x02\x10\x03R\x08statuses\"B\n\tPutResult\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.kvdock.v1.ChunkStatus\"\x86\x01\n\nGetRequest\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0ckv_worker_id\x18\x04 \x01(\r\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12\x15\n\rmessage_bytes\x18\x06 \x01(\rB\x0c\n\n_group_idxJ\x04\x08\x01\x10\x02\"g\n\x0bGetResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.kvdock.v1.ChunkStatus\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x13\n\x0bshard_bytes\x18\x04 \x01(\x04\x32\xa5\x05\n\x0c\x43\x61\x63heService\x12^\n\x11RegisterNamespace\x12#.kvdock.v1.RegisterNamespaceRequest\x1a$.kvdock.v1.RegisterNamespaceResponse\x12=\n\x06Lookup\x12\x18.kvdock.v1.LookupRequest\x1a\x19.kvdock.v1.LookupResponse\x12\x46\n\tFreeLocks\x12\x1b.kvdock.v1.FreeLocksRequest\x1a\x1c.kvdock.v1.FreeLocksResponse\x12@\n\x07Reserve\x12\x19.kvdock.v1.ReserveRequest\x1a\x1a.kvdock.v1.ReserveResponse\x12=\n\x06\x43ommit\x12\x18.kvdock.v1.CommitRequest\x1a\x19.kvdock.v1.CommitResponse\x12:\n\x05\x41\x62ort\x12\x17.kvdock.v1.AbortRequest\x1a\x18.kvdock.v1.AbortResponse\x12:\n\x05Store\x12\x17.kvdock.v1.StoreRequest\x1a\x18.kvdock.v1.StoreResponse\x12\x43\n\x08Retrieve\x12\x1a.kvdock.v1.RetrieveRequest\x1a\x1b.kvdock.v1.RetrieveResponse\x12\x38\n\x03Put\x12\x15.kvdock.v1.PutRequest\x1a\x16.kvdock.v1.PutResponse(\x01\x30\x01\x12\x36\n\x03Get\x12\x15.kvdock.v1.GetRequest\x1a\x16.kvdock.v1.GetResponse0\x01\x42\x82\x01\n\x13io.github.kvdock.v1B\nCacheProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -62,45 +62,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOCKRANGE']._serialized_start=656
   _globals['_LOCKRANGE']._serialized_end=814
   _globals['_FREELOCKSRESPONSE']._serialized_start=816
-  _globals['_FREELOCKSRESPONSE']._serialized_end=868
-  _globals['_RESERVEREQUEST']._serialized_start=871
-  _globals['_RESERVEREQUEST']._serialized_end=1091
-  _globals['_RESERVERESPONSE']._serialized_start=1093
-  _globals['_RESERVERESPONSE']._serialized_end=1189
-  _globals['_CHUNKRESULT']._serialized_start=1191
-  _globals['_CHUNKRESULT']._serialized_end=1283
-  _globals['_COMMITREQUEST']._serialized_start=1285
-  _globals['_COMMITREQUEST']._serialized_end=1386
-  _globals['_COMMITRESPONSE']._serialized_start=1388
-  _globals['_COMMITRESPONSE']._serialized_end=1461
-  _globals['_ABORTREQUEST']._serialized_start=1463
-  _globals['_ABORTREQUEST']._serialized_end=1547
-  _globals['_ABORTRESPONSE']._serialized_start=1549
-  _globals['_ABORTRESPONSE']._serialized_end=1596
-  _globals['_STOREREQUEST']._serialized_start=1599
-  _globals['_STOREREQUEST']._serialized_end=1878
-  _globals['_STORERESPONSE']._serialized_start=1880
-  _globals['_STORERESPONSE']._serialized_end=1952
-  _globals['_RETRIEVEREQUEST']._serialized_start=1955
-  _globals['_RETRIEVEREQUEST']._serialized_end=2330
-  _globals['_RETRIEVERESPONSE']._serialized_start=2332
-  _globals['_RETRIEVERESPONSE']._serialized_end=2405
-  _globals['_PUTREQUEST']._serialized_start=2407
-  _globals['_PUTREQUEST']._serialized_end=2502
-  _globals['_PUTOPEN']._serialized_start=2505
-  _globals['_PUTOPEN']._serialized_end=2680
-  _globals['_PUTDATA']._serialized_start=2682
-  _globals['_PUTDATA']._serialized_end=2720
-  _globals['_PUTRESPONSE']._serialized_start=2722
-  _globals['_PUTRESPONSE']._serialized_end=2832
-  _globals['_PUTADMISSION']._serialized_start=2834
-  _globals['_PUTADMISSION']._serialized_end=2926
-  _globals['_PUTRESULT']._serialized_start=2928
-  _globals['_PUTRESULT']._serialized_end=2994
-  _globals['_GETREQUEST']._serialized_start=2997
-  _globals['_GETREQUEST']._serialized_end=3131
-  _globals['_GETRESPONSE']._serialized_start=3133
-  _globals['_GETRESPONSE']._serialized_end=3236
-  _globals['_CACHESERVICE']._serialized_start=3239
-  _globals['_CACHESERVICE']._serialized_end=3916
+  _globals['_FREELOCKSRESPONSE']._serialized_end=904
+  _globals['_FREEDLOCKS']._serialized_start=906
+  _globals['_FREEDLOCKS']._serialized_end=936
+  _globals['_RESERVEREQUEST']._serialized_start=939
+  _globals['_RESERVEREQUEST']._serialized_end=1159
+  _globals['_RESERVERESPONSE']._serialized_start=1161
+  _globals['_RESERVERESPONSE']._serialized_end=1257
+  _globals['_CHUNKRESULT']._serialized_start=1259
+  _globals['_CHUNKRESULT']._serialized_end=1351
+  _globals['_COMMITREQUEST']._serialized_start=1353
+  _globals['_COMMITREQUEST']._serialized_end=1454
+  _globals['_COMMITRESPONSE']._serialized_start=1456
+  _globals['_COMMITRESPONSE']._serialized_end=1543
+  _globals['_ABORTREQUEST']._serialized_start=1545
+  _globals['_ABORTREQUEST']._serialized_end=1629
+  _globals['_ABORTRESPONSE']._serialized_start=1631
+  _globals['_ABORTRESPONSE']._serialized_end=1678
+  _globals['_STOREREQUEST']._serialized_start=1681
+  _globals['_STOREREQUEST']._serialized_end=1960
+  _globals['_STORERESPONSE']._serialized_start=1962
+  _globals['_STORERESPONSE']._serialized_end=2048
+  _globals['_RETRIEVEREQUEST']._serialized_start=2051
+  _globals['_RETRIEVEREQUEST']._serialized_end=2426
+  _globals['_RETRIEVERESPONSE']._serialized_start=2428
+  _globals['_RETRIEVERESPONSE']._serialized_end=2501
+  _globals['_PUTREQUEST']._serialized_start=2503
+  _globals['_PUTREQUEST']._serialized_end=2598
+  _globals['_PUTOPEN']._serialized_start=2601
+  _globals['_PUTOPEN']._serialized_end=2776
+  _globals['_PUTDATA']._serialized_start=2778
+  _globals['_PUTDATA']._serialized_end=2816
+  _globals['_PUTRESPONSE']._serialized_start=2818
+  _globals['_PUTRESPONSE']._serialized_end=2928
+  _globals['_PUTADMISSION']._serialized_start=2930
+  _globals['_PUTADMISSION']._serialized_end=3036
+  _globals['_PUTRESULT']._serialized_start=3038
+  _globals['_PUTRESULT']._serialized_end=3104
+  _globals['_GETREQUEST']._serialized_start=3107
+  _globals['_GETREQUEST']._serialized_end=3241
+  _globals['_GETRESPONSE']._serialized_start=3243
+  _globals['_GETRESPONSE']._serialized_end=3346
+  _globals['_CACHESERVICE']._serialized_start=3349
+  _globals['_CACHESERVICE']._serialized_end=4026
 # @@protoc_insertion_point(module_scope)

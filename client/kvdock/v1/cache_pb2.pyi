@@ -252,22 +252,40 @@ class FreeLocksResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    RELEASED_FIELD_NUMBER: builtins.int
+    FREED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     @property
-    def released(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each range how many locks were held and are free now."""
+    def freed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FreedLocks]:
+        """One for each range, in the order of the request."""
 
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
-        released: collections.abc.Iterable[builtins.int] | None = ...,
+        freed: collections.abc.Iterable[Global___FreedLocks] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "released", b"released"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "freed", b"freed"]) -> None: ...
 
 Global___FreeLocksResponse: typing_extensions.TypeAlias = FreeLocksResponse
+
+@typing.final
+class FreedLocks(google.protobuf.message.Message):
+    """What became of the locks of one range."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: builtins.int
+    released: builtins.int
+    """How many were held and are free now. 0: none was held."""
+    def __init__(
+        self,
+        *,
+        released: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["released", b"released"]) -> None: ...
+
+Global___FreedLocks: typing_extensions.TypeAlias = FreedLocks
 
 @typing.final
 class ReserveRequest(google.protobuf.message.Message):
@@ -359,7 +377,9 @@ class ChunkResult(google.protobuf.message.Message):
     """What became of it."""
     @property
     def location(self) -> kvdock.v1.types_pb2.Location:
-        """Where its bytes belong or lie. Set for RESERVED, and for RETRIEVED in shared mode."""
+        """Where its bytes belong or lie. Set by Reserve for RESERVED, and by Retrieve in shared mode for
+        RETRIEVED; absent otherwise.
+        """
 
     def __init__(
         self,
@@ -407,12 +427,12 @@ class CommitResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    STATUSES_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     @property
-    def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[kvdock.v1.types_pb2.ChunkStatus.ValueType]:
-        """For each chunk asked for, in the order of the request (of Reserve, if that named none):
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
+        """One for each chunk asked for, in the order of the request (of Reserve, if that named none):
         STORED, or FAILED if the chunk was cleared meanwhile.
         """
 
@@ -420,9 +440,9 @@ class CommitResponse(google.protobuf.message.Message):
         self,
         *,
         epoch: builtins.int = ...,
-        statuses: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkStatus.ValueType] | None = ...,
+        chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "statuses", b"statuses"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch"]) -> None: ...
 
 Global___CommitResponse: typing_extensions.TypeAlias = CommitResponse
 
@@ -551,20 +571,20 @@ class StoreResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    STATUSES_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     @property
-    def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[kvdock.v1.types_pb2.ChunkStatus.ValueType]:
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
         """One for each key: STORED, EXISTS, NO_SPACE, PARENT_MISSING or FAILED."""
 
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
-        statuses: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkStatus.ValueType] | None = ...,
+        chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "statuses", b"statuses"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch"]) -> None: ...
 
 Global___StoreResponse: typing_extensions.TypeAlias = StoreResponse
 
@@ -838,24 +858,24 @@ class PutAdmission(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    STATUSES_FIELD_NUMBER: builtins.int
     SHARD_BYTES_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     shard_bytes: builtins.int
-    """Bytes of one chunk."""
+    """Bytes of one shard."""
     @property
-    def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[kvdock.v1.types_pb2.ChunkStatus.ValueType]:
-        """One for each key: RESERVED (send it), EXISTS, NO_SPACE or PARENT_MISSING."""
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
+        """One for each key: RESERVED (send it), EXISTS, NO_SPACE or PARENT_MISSING, without location."""
 
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
-        statuses: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkStatus.ValueType] | None = ...,
         shard_bytes: builtins.int = ...,
+        chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "shard_bytes", b"shard_bytes", "statuses", b"statuses"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch", "shard_bytes", b"shard_bytes"]) -> None: ...
 
 Global___PutAdmission: typing_extensions.TypeAlias = PutAdmission
 

@@ -13,6 +13,12 @@ Conventions of the whole protocol:
     is freed, cleared, evicted or replaced because a field is missing.
   * A range of chunks begins with first_chunk and ends before end_chunk. Without end_chunk it goes to
     the end. If end_chunk is not above first_chunk, the range is empty, and nothing is done for it.
+  * Enums gain values. A request with a value that the server does not know is refused with
+    INVALID_ARGUMENT, since what it asks for cannot be known; that UNSPECIFIED is allowed in a field
+    does not change it. A client takes a value that it does not know as UNSPECIFIED, and a
+    ChunkStatus that it does not know as a failure: nothing was stored, reserved or delivered.
+  * Results are a message for each item, in the order of the request, never bare values: so they can
+    gain fields.
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
     2^53 - 1: JavaScript, for one, holds no larger integer exactly.
   * A failed call answers with a gRPC status code, a message that says what to do, and a
@@ -104,7 +110,7 @@ class _ChunkStatus:
 class _ChunkStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ChunkStatus.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     CHUNK_STATUS_UNSPECIFIED: _ChunkStatus.ValueType  # 0
-    """Never sent."""
+    """Never sent. A client takes a status that it does not know as this one: a failure."""
     CHUNK_STATUS_STORED: _ChunkStatus.ValueType  # 1
     """The bytes are in the pool and sealed. Visible to Lookup once all shards are."""
     CHUNK_STATUS_RESERVED: _ChunkStatus.ValueType  # 2
@@ -132,7 +138,7 @@ class ChunkStatus(_ChunkStatus, metaclass=_ChunkStatusEnumTypeWrapper):
     """
 
 CHUNK_STATUS_UNSPECIFIED: ChunkStatus.ValueType  # 0
-"""Never sent."""
+"""Never sent. A client takes a status that it does not know as this one: a failure."""
 CHUNK_STATUS_STORED: ChunkStatus.ValueType  # 1
 """The bytes are in the pool and sealed. Visible to Lookup once all shards are."""
 CHUNK_STATUS_RESERVED: ChunkStatus.ValueType  # 2

@@ -13,6 +13,12 @@ Conventions of the whole protocol:
     is freed, cleared, evicted or replaced because a field is missing.
   * A range of chunks begins with first_chunk and ends before end_chunk. Without end_chunk it goes to
     the end. If end_chunk is not above first_chunk, the range is empty, and nothing is done for it.
+  * Enums gain values. A request with a value that the server does not know is refused with
+    INVALID_ARGUMENT, since what it asks for cannot be known; that UNSPECIFIED is allowed in a field
+    does not change it. A client takes a value that it does not know as UNSPECIFIED, and a
+    ChunkStatus that it does not know as a failure: nothing was stored, reserved or delivered.
+  * Results are a message for each item, in the order of the request, never bare values: so they can
+    gain fields.
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
     2^53 - 1: JavaScript, for one, holds no larger integer exactly.
   * A failed call answers with a gRPC status code, a message that says what to do, and a

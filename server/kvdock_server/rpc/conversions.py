@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvdock.v1 import cache_pb2 as pb
 from kvdock.v1 import session_pb2
@@ -20,6 +21,7 @@ from kvdock_server.core import (
     Namespace,
     Slot,
 )
+from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import invalid
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import ChunkStatus
@@ -29,6 +31,8 @@ from kvdock_server.service.retrieve import RetrievedChunk
 from kvdock_server.service.store import StoreCall
 from kvdock_server.steps import Steps
 from kvdock_server.transfer import BlockRegion, DeviceAllocation, GroupMemory, LayoutError
+
+WithResults = TypeVar("WithResults", pb.StoreResponse, pb.CommitResponse, pb.PutAdmission)
 
 MAX_EVENT_DATA_BYTES = 1 << 20
 MAX_BLOCK_HASHES = MAX_CHUNK_TOKENS
@@ -50,8 +54,24 @@ def status_to_proto(status: ChunkStatus) -> types.ChunkStatus.ValueType:
     return types.ChunkStatus.ValueType(status.value)
 
 
-def statuses(of_chunks: Iterable[ChunkStatus]) -> list[types.ChunkStatus.ValueType]:
-    return [status_to_proto(status) for status in of_chunks]
+def add_results(response: WithResults, statuses: Iterable[ChunkStatus]) -> WithResults:
+    """The response, with a ChunkResult for each status in its ``chunks``.
+
+    They are added encoded: 16,384 of them take half a millisecond so, and 8 as messages.
+    """
+    results = _encoded_results(tag(type(response), "chunks"))
+    response.MergeFromString(b"".join([results[status] for status in statuses]))
+    return response
+
+
+@functools.cache
+def _encoded_results(field: bytes) -> dict[ChunkStatus, bytes]:
+    """A ChunkResult of each status, encoded as the field with this tag."""
+    encoded = {}
+    for status in ChunkStatus:
+        result = pb.ChunkResult(status=status_to_proto(status)).SerializeToString()
+        encoded[status] = field + varint(len(result)) + result
+    return encoded
 
 
 def retrieved(core: Core, chunks: Iterable[RetrievedChunk]) -> Steps[pb.RetrieveResponse]:

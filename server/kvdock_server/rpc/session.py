@@ -83,6 +83,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if first.WhichOneof("request") != "open":
             raise invalid("the first message of a session must be open")
         request = first.open
+        limits.check(request)
         if request.role not in (role.value for role in sessions.Role):
             raise invalid(f"role {request.role}: say which part of the engine this is")
         return self._core.open_session(

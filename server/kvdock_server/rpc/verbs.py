@@ -15,6 +15,7 @@ from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core, LockRange, Mode, Session, Slot, check_session
 from kvdock_server.errors import invalid
 from kvdock_server.rpc.conversions import (
+    add_results,
     end_chunk,
     event_data,
     exported_memory,
@@ -24,11 +25,10 @@ from kvdock_server.rpc.conversions import (
     retrieve_call,
     retrieved,
     status_to_proto,
-    statuses,
     store_call,
     wanted_mode,
 )
-from kvdock_server.service.chunk_status import OF_RESERVE
+from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.retrieve import retrieve as retrieve_chunks
 from kvdock_server.service.service import Service
 from kvdock_server.service.store import store as store_chunks
@@ -78,7 +78,9 @@ def free_locks(
             for lock in request.locks
         ],
     )
-    return pb.FreeLocksResponse(epoch=core.epoch, released=released)
+    return pb.FreeLocksResponse(
+        epoch=core.epoch, freed=[pb.FreedLocks(released=count) for count in released]
+    )
 
 
 def reserve(
@@ -113,11 +115,9 @@ def commit(
     sealed = yield from core.reservations.commit_in_steps(
         session, request.reservation_id, request.chunks
     )
-    return pb.CommitResponse(
-        epoch=core.epoch,
-        statuses=[
-            types.CHUNK_STATUS_STORED if stored else types.CHUNK_STATUS_FAILED for stored in sealed
-        ],
+    return add_results(
+        pb.CommitResponse(epoch=core.epoch),
+        [ChunkStatus.STORED if stored else ChunkStatus.FAILED for stored in sealed],
     )
 
 
@@ -147,7 +147,7 @@ async def store(
     became = await store_chunks(
         service.core, service.memory, session, store_call(service.core, request)
     )
-    return pb.StoreResponse(epoch=service.core.epoch, statuses=statuses(became))
+    return add_results(pb.StoreResponse(epoch=service.core.epoch), became)
 
 
 async def retrieve(

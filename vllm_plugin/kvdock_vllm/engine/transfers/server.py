@@ -91,7 +91,7 @@ class ServerChunkTransfers(ChunkTransfers):
             while _is_lost(future) and time.monotonic_ns() < message.deadline_ns:
                 time.sleep(_POLL_SECONDS)
         response = answer(future, "a Store past its deadline", _PIECE_SECONDS)
-        return [ChunkStatus(status) for status in response.statuses]
+        return [ChunkStatus(chunk.status) for chunk in response.chunks]
 
     def _retrieve(self, session: Session, message: cache_pb2.RetrieveRequest) -> list[bool]:
         future = session.submit(message)
