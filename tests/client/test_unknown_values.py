@@ -51,6 +51,8 @@ def test_of_a_sessions_verbs() -> None:
     assert committed == expected
     stored = Answering(cache_pb2.StoreResponse(chunks=chunks)).store("n", [KEY, KEY], [])
     assert stored == expected
+    awaited = Answering(cache_pb2.AwaitFillResponse(chunks=chunks)).await_fill(5, 0, 2, filled_by=1)
+    assert awaited == expected
     retrieved = Answering(cache_pb2.RetrieveResponse(chunks=chunks)).retrieve(5)
     assert [chunk.status for chunk in retrieved] == expected
     reservation = Answering(cache_pb2.ReserveResponse(chunks=chunks)).reserve("n", [KEY, KEY])

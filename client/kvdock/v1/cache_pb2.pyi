@@ -605,7 +605,6 @@ class RetrieveRequest(google.protobuf.message.Message):
     READY_EVENT_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     ALSO_FILL_FIELD_NUMBER: builtins.int
-    FILLED_BY_FIELD_NUMBER: builtins.int
     DEADLINE_NS_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
@@ -630,18 +629,6 @@ class RetrieveRequest(google.protobuf.message.Message):
     """
     timeout_ms: builtins.int
     """Server mode: as in StoreRequest."""
-    filled_by: builtins.int
-    """Server mode: the reader whose Retrieve names this one in also_fill. Nothing is copied for this
-    call; its answer is what came of the other, with the same lease, group, first_chunk and
-    end_chunk (which must be given), whichever of the two calls comes first. What came of a call is
-    kept for 60 seconds, for the latest 256 calls a reader, and told once. All chunks are FAILED if
-    the other call fails. If it does not come or does not end within timeout_ms, or this call is
-    cancelled, the reader gives up: all chunks are FAILED, and nothing touches its blocks any more
-    for the other's call. The reader's locks on the range end with this call, unless it fails: with
-    FAILED_PRECONDITION (DEVICE_MEMORY) if the other has registered no memory, or has left this
-    reader to itself, which must then retrieve by itself. 0 for timeout_ms means 30,000 here.
-    block_ids, skip_blocks, ready_event and also_fill must be empty.
-    """
     deadline_ns: builtins.int
     """Server mode: the end of timeout_ms as CLOCK_MONOTONIC of this host in nanoseconds, so that the
     call is given up in time however late it is read. 0: timeout_ms counts from when it is read.
@@ -686,16 +673,13 @@ class RetrieveRequest(google.protobuf.message.Message):
         ready_event: builtins.bytes = ...,
         timeout_ms: builtins.int = ...,
         also_fill: collections.abc.Iterable[builtins.int] | None = ...,
-        filled_by: builtins.int | None = ...,
         deadline_ns: builtins.int = ...,
         session_token: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_token", b"session_token", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_group_idx", b"_group_idx", "end_chunk", b"end_chunk", "group_idx", b"group_idx"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_token", b"session_token", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_end_chunk", b"_end_chunk"]) -> typing.Literal["end_chunk"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_filled_by", b"_filled_by"]) -> typing.Literal["filled_by"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
@@ -724,6 +708,91 @@ class RetrieveResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch"]) -> None: ...
 
 Global___RetrieveResponse: typing_extensions.TypeAlias = RetrieveResponse
+
+@typing.final
+class AwaitFillRequest(google.protobuf.message.Message):
+    """See AwaitFill."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    GROUP_IDX_FIELD_NUMBER: builtins.int
+    FIRST_CHUNK_FIELD_NUMBER: builtins.int
+    END_CHUNK_FIELD_NUMBER: builtins.int
+    KV_WORKER_ID_FIELD_NUMBER: builtins.int
+    READER_FIELD_NUMBER: builtins.int
+    FILLED_BY_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    DEADLINE_NS_FIELD_NUMBER: builtins.int
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
+    lease_id: builtins.int
+    """As in the other reader's Retrieve."""
+    group_idx: builtins.int
+    """As in the other reader's Retrieve. Absent for a namespace without groups."""
+    first_chunk: builtins.int
+    """As in the other reader's Retrieve."""
+    end_chunk: builtins.int
+    """Chunk after the last: the end of the other reader's range. From 1 to 16,384 after first_chunk,
+    else refused with INVALID_ARGUMENT: so there is no default.
+    """
+    kv_worker_id: builtins.int
+    """Which shard. Must be the session's own kv_worker_id."""
+    reader: builtins.int
+    """The caller's own reader number. Must be the session's own worker_id."""
+    filled_by: builtins.int
+    """The reader whose Retrieve names the caller in also_fill. Never the caller itself."""
+    timeout_ms: builtins.int
+    """Time after which the caller gives up. 0 means 30,000."""
+    deadline_ns: builtins.int
+    """The end of timeout_ms as CLOCK_MONOTONIC of this host in nanoseconds, so that the caller gives up in
+    time however late the call is read. At most timeout_ms ahead, if that is given. 0: timeout_ms
+    counts from when the call is read.
+    """
+    session_token: builtins.bytes
+    """Token of the worker's session. Empty on a session stream: that stream's session."""
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.int = ...,
+        group_idx: builtins.int | None = ...,
+        first_chunk: builtins.int = ...,
+        end_chunk: builtins.int = ...,
+        kv_worker_id: builtins.int = ...,
+        reader: builtins.int = ...,
+        filled_by: builtins.int = ...,
+        timeout_ms: builtins.int = ...,
+        deadline_ns: builtins.int = ...,
+        session_token: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
+
+Global___AwaitFillRequest: typing_extensions.TypeAlias = AwaitFillRequest
+
+@typing.final
+class AwaitFillResponse(google.protobuf.message.Message):
+    """See AwaitFill."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """The server's epoch."""
+    @property
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
+        """One for each chunk of the range: RETRIEVED, NOT_LOCKED or FAILED, without location."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch"]) -> None: ...
+
+Global___AwaitFillResponse: typing_extensions.TypeAlias = AwaitFillResponse
 
 @typing.final
 class PutRequest(google.protobuf.message.Message):

@@ -57,6 +57,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     Abort = _verb("abort")
     Store = _verb("store")
     Retrieve = _verb("retrieve")
+    AwaitFill = _verb("await_fill")
 
     def __init__(self, service: Service) -> None:
         self._service = service

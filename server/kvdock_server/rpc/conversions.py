@@ -25,14 +25,16 @@ from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import invalid
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import ChunkStatus
-from kvdock_server.service.loads import RetrieveCall
+from kvdock_server.service.loads import AwaitFillCall, RetrieveCall
 from kvdock_server.service.memory import ExportedMemory
 from kvdock_server.service.retrieve import RetrievedChunk
 from kvdock_server.service.store import StoreCall
 from kvdock_server.steps import Steps
 from kvdock_server.transfer import BlockRegion, DeviceAllocation, GroupMemory, LayoutError
 
-WithResults = TypeVar("WithResults", pb.StoreResponse, pb.CommitResponse, pb.PutAdmission)
+WithResults = TypeVar(
+    "WithResults", pb.StoreResponse, pb.CommitResponse, pb.PutAdmission, pb.AwaitFillResponse
+)
 
 MAX_EVENT_DATA_BYTES = 1 << 20
 MAX_BLOCK_HASHES = MAX_CHUNK_TOKENS
@@ -118,7 +120,17 @@ def retrieve_call(request: pb.RetrieveRequest) -> RetrieveCall:
             request.deadline_ns,
         ),
         request.also_fill,
-        request.filled_by if request.HasField("filled_by") else None,
+    )
+
+
+def await_fill_call(request: pb.AwaitFillRequest) -> AwaitFillCall:
+    return AwaitFillCall(
+        LeaseRange(request.lease_id, group_idx(request), request.first_chunk, request.end_chunk),
+        request.kv_worker_id,
+        request.reader,
+        request.filled_by,
+        request.timeout_ms,
+        request.deadline_ns,
     )
 
 

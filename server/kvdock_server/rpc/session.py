@@ -164,7 +164,9 @@ class _SessionStream:
 
     def _takes_time(self, kind: str | None) -> bool:
         by_server = self._session.mode is sessions.Mode.SERVER
-        return kind in ("store", "register_memory") or (kind == "retrieve" and by_server)
+        if kind in ("retrieve", "await_fill"):
+            return by_server
+        return kind in ("store", "register_memory")
 
     async def _wait_for_room(self) -> None:
         self._session.is_held_up = self._room.locked()

@@ -16,6 +16,7 @@ from kvdock_server.core import Core, LockRange, Mode, Session, Slot, check_sessi
 from kvdock_server.errors import invalid
 from kvdock_server.rpc.conversions import (
     add_results,
+    await_fill_call,
     end_chunk,
     event_data,
     exported_memory,
@@ -157,6 +158,14 @@ async def retrieve(
     return await in_turns(retrieved(service.core, chunks))
 
 
+async def await_fill(
+    service: Service, session: Session | None, request: pb.AwaitFillRequest
+) -> pb.AwaitFillResponse:
+    session = check_session(session, Mode.SERVER)
+    became = await service.loads.await_fill(session, await_fill_call(request))
+    return add_results(pb.AwaitFillResponse(epoch=service.core.epoch), became)
+
+
 _AT_ONCE: dict[str, Callable[[Core, Session | None, Any], Any]] = {
     "register_namespace": register_namespace,
     "lookup": lookup,
@@ -171,6 +180,7 @@ _WAITING: dict[str, Callable[[Service, Session | None, Any], Awaitable[Any]]] = 
     "register_memory": register_memory,
     "store": store,
     "retrieve": retrieve,
+    "await_fill": await_fill,
 }
 
 
