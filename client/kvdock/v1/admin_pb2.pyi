@@ -215,7 +215,7 @@ class SessionStatus(google.protobuf.message.Message):
     leases: builtins.int
     """Leases that hang on it."""
     reserved_chunks: builtins.int
-    """Chunks that it has reserved."""
+    """Shards that it has reserved: one a chunk of its reservations."""
     mode: kvdock.v1.types_pb2.TransferMode.ValueType
     """How its bytes move."""
     expired: builtins.bool
@@ -279,7 +279,7 @@ class Counters(google.protobuf.message.Message):
     evicted_parts: builtins.int
     """Parts evicted to make room."""
     no_space: builtins.int
-    """Chunks that found no memory."""
+    """Shards that found no memory: chunks with NO_SPACE."""
     abandoned_parts: builtins.int
     """Parts given up because shards did not come."""
     host_to_device_bytes: builtins.int
@@ -435,7 +435,7 @@ class PartStatus(google.protobuf.message.Message):
     bytes: builtins.int
     """Bytes of the sealed shards."""
     locks: builtins.int
-    """Leases that lock it, and reads under way."""
+    """How many hold it: leases that have a lock on it, whatever their readers, and reads under way."""
     visible: builtins.bool
     """True if Lookup can find it."""
     def __init__(

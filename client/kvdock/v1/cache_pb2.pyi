@@ -367,7 +367,7 @@ Global___ReserveResponse: typing_extensions.TypeAlias = ReserveResponse
 
 @typing.final
 class ChunkResult(google.protobuf.message.Message):
-    """Outcome for one chunk."""
+    """Outcome for one chunk: what became of the shard that the call is about, in one group."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -824,7 +824,7 @@ Global___PutRequest: typing_extensions.TypeAlias = PutRequest
 
 @typing.final
 class PutOpen(google.protobuf.message.Message):
-    """Names the chunks of a Put."""
+    """Names the chunks of a Put, and which shard of them is put."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -870,7 +870,7 @@ Global___PutOpen: typing_extensions.TypeAlias = PutOpen
 
 @typing.final
 class PutData(google.protobuf.message.Message):
-    """The next bytes of one chunk."""
+    """The next bytes of the shard of one chunk."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1010,7 +1010,7 @@ Global___GetRequest: typing_extensions.TypeAlias = GetRequest
 
 @typing.final
 class GetResponse(google.protobuf.message.Message):
-    """The next bytes of one chunk, or the word that it is not there."""
+    """The next bytes of the shard of one chunk, or the word that it is not there."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1025,7 +1025,7 @@ class GetResponse(google.protobuf.message.Message):
     data: builtins.bytes
     """The bytes that follow those sent before for this chunk."""
     shard_bytes: builtins.int
-    """Bytes of the whole chunk."""
+    """Bytes of the whole shard. 0 with NOT_FOUND."""
     def __init__(
         self,
         *,

@@ -3,6 +3,15 @@
 isort:skip_file
 Messages that several services share.
 
+Words, which mean one thing each in every message, event and listing:
+
+  * A block is the engine's paging unit, addressed by a block id; block hashes are the engine's, too.
+  * A chunk is a run of a prompt's tokens, as long as one or several blocks, addressed by its key.
+  * A part is one group's share of a chunk: what is visible, announced, listed, locked and evicted.
+  * A shard is what one KV worker holds of a part: what is reserved, copied and sealed.
+  * Calls name chunks. With a group and a kv_worker_id they mean the part or the shard of each.
+  * BlockStored, BlockRemoved and AllBlocksCleared are vLLM's names of events. They are about parts.
+
 Conventions of the whole protocol:
 
   * Sizes and offsets are bytes, times are milliseconds, unless a field says otherwise.
@@ -133,7 +142,7 @@ class _ChunkStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The copy failed, or was given up before its end. Nothing became visible."""
 
 class ChunkStatus(_ChunkStatus, metaclass=_ChunkStatusEnumTypeWrapper):
-    """Outcome for one chunk of a call. A call that succeeds answers one for every chunk it named, so
+    """Outcome for one chunk of a call, of the part or shard that the call means. A call that succeeds answers one for every chunk it named, so
     that one bad chunk never fails its neighbours.
     """
 

@@ -3,6 +3,15 @@
 isort:skip_file
 Messages that several services share.
 
+Words, which mean one thing each in every message, event and listing:
+
+  * A block is the engine's paging unit, addressed by a block id; block hashes are the engine's, too.
+  * A chunk is a run of a prompt's tokens, as long as one or several blocks, addressed by its key.
+  * A part is one group's share of a chunk: what is visible, announced, listed, locked and evicted.
+  * A shard is what one KV worker holds of a part: what is reserved, copied and sealed.
+  * Calls name chunks. With a group and a kv_worker_id they mean the part or the shard of each.
+  * BlockStored, BlockRemoved and AllBlocksCleared are vLLM's names of events. They are about parts.
+
 Conventions of the whole protocol:
 
   * Sizes and offsets are bytes, times are milliseconds, unless a field says otherwise.
