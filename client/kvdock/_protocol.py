@@ -39,6 +39,7 @@ _FIELD_OF_REQUEST: Mapping[type[Message], str] = {
     cache_pb2.AbortRequest: "abort",
     cache_pb2.StoreRequest: "store",
     cache_pb2.RetrieveRequest: "retrieve",
+    cache_pb2.AwaitFillRequest: "await_fill",
     session_pb2.RegisterMemoryRequest: "register_memory",
 }
 

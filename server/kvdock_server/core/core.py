@@ -240,7 +240,7 @@ class Core:
                 freed = yield from self.leases.release_in_steps(
                     lease,
                     wanted.first_chunk,
-                    wanted.end_chunk or None,
+                    wanted.end_chunk,
                     readers=None if reader is None else [reader],
                     position=position,
                 )
@@ -380,17 +380,21 @@ class Core:
         return space.shard_bytes(space.namespace.position(group_idx), shard)
 
     def clear(self, namespace: str) -> int:
-        """Make everything in a namespace invisible, or in all if the name is empty.
+        """Make everything in a namespace invisible; how many parts were visible."""
+        return self.index.clear(self.index.space(namespace))
 
-        Returns how many parts were visible.
-        """
-        spaces = [self.index.space(namespace)] if namespace else self.index.spaces
-        return self.index.clear(*spaces)
+    def clear_all(self) -> int:
+        """Make everything in every namespace invisible; how many parts were visible."""
+        return self.index.clear(*self.index.spaces)
 
     def evict_in_steps(self, nbytes: int) -> Steps[tuple[int, int]]:
-        """Evict ``nbytes``, or all if 0; how many parts and bytes were evicted."""
+        """Evict ``nbytes``; how many parts and bytes were evicted."""
+        return self.index.evict_in_steps(nbytes)
+
+    def evict_all_in_steps(self) -> Steps[tuple[int, int]]:
+        """Evict all that may be evicted; how many parts and bytes were evicted."""
         # All is a number of bytes, too, so that evicting ends though others store meanwhile.
-        return self.index.evict_in_steps(nbytes or self.index.sealed_bytes)
+        return self.index.evict_in_steps(self.index.sealed_bytes)
 
     @property
     def is_idle(self) -> bool:

@@ -83,6 +83,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if first.WhichOneof("request") != "open":
             raise invalid("the first message of a session must be open")
         request = first.open
+        limits.check(request)
         if request.role not in (role.value for role in sessions.Role):
             raise invalid(f"role {request.role}: say which part of the engine this is")
         return self._core.open_session(
@@ -163,7 +164,9 @@ class _SessionStream:
 
     def _takes_time(self, kind: str | None) -> bool:
         by_server = self._session.mode is sessions.Mode.SERVER
-        return kind in ("store", "register_memory") or (kind == "retrieve" and by_server)
+        if kind in ("retrieve", "await_fill"):
+            return by_server
+        return kind in ("store", "register_memory")
 
     async def _wait_for_room(self) -> None:
         self._session.is_held_up = self._room.locked()
