@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 
 from kvdock_vllm.engine.groups import GroupShape
-from kvdock_vllm.engine.lookup import Lookup, State
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.records import ReadScope, Record
+from kvdock_vllm.engine.request_lookup import Lookup, State
 from kvdock_vllm.metrics import Stats
 from kvdock_vllm.scheduler_link import SchedulerLink
 

@@ -1,8 +1,8 @@
 """The half of the connector in vLLM's scheduler. It decides what is loaded and what is stored.
 
 It never keeps a busy engine waiting for the server. Its state is one record per request
-(records.py), and one per load (loads.py) and store (stores.py) under way, since these outlive the
-request. vLLM calls it in this order:
+(engine/records.py), and one per load (engine/loads.py) and store (engine/stores.py) under way,
+since these outlive the request. vLLM calls it in this order:
 
 ``on_new_request``
     sends the request's lookup. Later calls look for the answer.
@@ -38,9 +38,9 @@ from kvdock_vllm.keys import ScopeReader
 from kvdock_vllm.lookups import Lookups
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import Stats
-from kvdock_vllm.parallel import parallel_strategy
-from kvdock_vllm.records import Records
 from kvdock_vllm.scheduler_link import SchedulerLink
+from kvdock_vllm.vllm_parallel import parallel_strategy
+from kvdock_vllm.vllm_records import Records
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
