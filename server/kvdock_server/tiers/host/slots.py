@@ -20,8 +20,8 @@ PAGE_BYTES = 4096
 _EXTRA_SLABS = 7
 """A run may have this many slabs more than one slot needs, to lose less at its end."""
 _HARDLY_MORE = 1 / 128
-"""A window is the shortest one with which the pool has as many slots as with the best one, or fewer
-by this share at most: a few slabs in a row are found more easily than many."""
+"""Windows are made as short as costs the pool at most this share of its slots: a few slabs in a row
+are found more easily than many."""
 
 
 class Run:
