@@ -264,13 +264,13 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
                 core.seal(slot)
             core.index.abort(slots[0])
         at_once(core.evict_all_in_steps())
-        (state,) = core.events._told.values()
+        (state,) = core.events._known.values()
         assert state.data == {}
         for there in state.media.values():
             assert (there.announced, there.waiting) == ({}, {})
     reserve(core, prompt(1, 2), group_idx=0)
     core.clear_all()
-    assert not core.events._told
+    assert not core.events._known
     for number in range(_MAX_NAMESPACES + 5):
         name = f"n{number}"
         core.index.register(Namespace(name, 16, 1, (full(0),)))
@@ -280,7 +280,7 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
         assert isinstance(slot, Slot)
         core.seal(slot)
         at_once(core.evict_all_in_steps())
-    assert len(core.events._told) <= _MAX_NAMESPACES
+    assert len(core.events._known) <= _MAX_NAMESPACES
 
 
 class EventsMachine(RuleBasedStateMachine):

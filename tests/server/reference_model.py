@@ -348,12 +348,12 @@ class Model:
         session.closed = True
         session.mapped = mapped
         self._let_go(session)
-        self._reclaim_unmapped()
+        self._free_unmapped()
 
     def sweep(self) -> None:
         """What time alone brings about, in the server's order."""
         now = self.clock()
-        self._reclaim_unmapped()
+        self._free_unmapped()
         for lease in list(self.leases.values()):
             if lease.expires_at is not None and lease.expires_at <= now:
                 self._release(lease, lease.locks)
@@ -395,7 +395,7 @@ class Model:
                 for slot in slots.values():
                     self._stop_waiting(slot)
 
-    def _reclaim_unmapped(self) -> None:
+    def _free_unmapped(self) -> None:
         for session in self.sessions:
             if session.closed and not session.mapped:
                 for slots in session.reservations.values():

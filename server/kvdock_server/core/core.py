@@ -136,10 +136,10 @@ class Core:
         )
 
     def close_session(self, session: Session) -> None:
-        """The session's stream ended: release all that the session held.
+        """The session's stream ended: free its locks and slots. Its GPU memory was closed before.
 
-        Memory that the session's process may still be writing to is released later, when the
-        process cannot write any more.
+        Slots that the session's process may still be writing to are freed later, when the process
+        cannot write any more.
         """
         session.orphaned = True
         self.sessions.close(session)
@@ -151,7 +151,7 @@ class Core:
         Call it about once a second.
         """
         now = self.clock()
-        self.backlog.add(self.reservations.reclaim_unmapped())
+        self.backlog.add(self.reservations.free_unmapped())
         self.backlog.add(self.leases.expire(now))
         self.index.give_up_overdue(now)
         if self.events is not None:

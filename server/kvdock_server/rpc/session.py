@@ -154,12 +154,12 @@ class _SessionStream:
             await self._context.write(response)
 
     async def close(self) -> None:
-        """End the copies under way. The session's slots and locks must not be freed before."""
+        """End the copies under way. Only then may the session's slots and locks be freed."""
         for task in self._tasks:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        finally:  # gRPC cancels the call when its client is gone
+        finally:  # also if gRPC cancels this call, as it does when the client is gone
             await self._service.memory.release(self._session)
 
     def _takes_time(self, kind: str | None) -> bool:
