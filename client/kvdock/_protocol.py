@@ -150,14 +150,26 @@ def session_lost(error: KVDockError) -> SessionLost:
     """The error of a session whose stream ended with ``error``."""
     if isinstance(error, SessionLost):
         return error
-    lost = SessionLost(f"the session ended: {error.message}", code=error.code, reason=error.reason)
+    lost = SessionLost(
+        f"the session ended: {error.message}",
+        code=error.code,
+        reason=error.reason,
+        metadata=error.metadata,
+        retry_after=error.retry_after,
+    )
     lost.__cause__ = error
     return lost
 
 
 def again(error: KVDockError) -> KVDockError:
     """A copy to raise. An error that is kept keeps its traceback, and all objects in that."""
-    copy = type(error)(error.message, code=error.code, reason=error.reason)
+    copy = type(error)(
+        error.message,
+        code=error.code,
+        reason=error.reason,
+        metadata=error.metadata,
+        retry_after=error.retry_after,
+    )
     copy.__cause__ = error.__cause__
     return copy
 

@@ -12,7 +12,10 @@ Conventions of the whole protocol:
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
     2^53 - 1: JavaScript, for one, holds no larger integer exactly.
   * A failed call answers with a gRPC status code, a message that says what to do, and a
-    google.rpc.ErrorInfo of domain "kvdock" whose reason is one of the names listed at Error.
+    google.rpc.Status in the trailer grpc-status-details-bin. That has a google.rpc.ErrorInfo of
+    domain "kvdock" (reason: the name of an ErrorReason; metadata: as in Error.metadata) and, where
+    waiting helps, a google.rpc.RetryInfo. google/rpc/error_details.proto stands beside this
+    folder.
 """
 
 import abc

@@ -53,7 +53,8 @@ class EventService:
         if request.progress_interval_ms and request.progress_interval_ms < _SHORTEST_PROGRESS_MS:
             raise invalid(
                 f"progress_interval_ms {request.progress_interval_ms}: at least "
-                f"{_SHORTEST_PROGRESS_MS}, 0 means {_DEFAULT_PROGRESS_MS}"
+                f"{_SHORTEST_PROGRESS_MS}, 0 means {_DEFAULT_PROGRESS_MS}",
+                "progress_interval_ms",
             )
         publisher = batches.publisher
         after = _start(publisher, request)
@@ -92,7 +93,9 @@ def _start(publisher: Publisher, request: pb.StreamKVEventsRequest) -> int | Non
     if request.after.sequence > log.last:
         raise invalid(
             f"after event {request.after.sequence}: this server has given no number beyond "
-            f"{log.last} yet"
+            f"{log.last} yet",
+            "sequence",
+            log.last,
         )
     return request.after.sequence
 

@@ -97,7 +97,7 @@ def _compare(label: str, count: int) -> None:
     if most is not None and not least <= count <= most:
         name = label.partition(".")[2]
         hint = "; split longer prompts" if name == "keys" else ""
-        raise invalid(f"{count} {name}: from {least} to {most}{hint}")
+        raise invalid(f"{count} {name}: from {least} to {most}{hint}", name, most)
 
 
 class _Field(NamedTuple):

@@ -84,7 +84,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             raise invalid("the first message of a session must be open")
         request = first.open
         if request.role not in (role.value for role in sessions.Role):
-            raise invalid(f"role {request.role}: say which part of the engine this is")
+            raise invalid(f"role {request.role}: say which part of the engine this is", "role")
         return self._core.open_session(
             engine_id=request.engine_id,
             role=sessions.Role(request.role),
@@ -211,6 +211,7 @@ class _SessionStream:
                 Reason.UNKNOWN_SESSION,
                 f"session_token is not that of session {session.session_id}, whose stream this is: "
                 "leave it empty on a stream",
+                session_id=session.session_id,
             )
         if kind in _NOT_WHEN_LATE and message.timeout_ms and request.sent_ms:
             late = self._now_ms() - request.sent_ms - message.timeout_ms
@@ -219,6 +220,7 @@ class _SessionStream:
                     Reason.TOO_LATE,
                     f"this {kind} was read {late} ms after the {message.timeout_ms} ms that its "
                     "client waits: nothing was done; the server or the client is overloaded",
+                    limit=message.timeout_ms,
                 )
 
     def _now_ms(self) -> int:
