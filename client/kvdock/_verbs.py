@@ -33,6 +33,9 @@ from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 _LONGEST_TIMEOUT = 365 * 86_400.0
 _LONGEST_TIMEOUT_MS = 86_400_000
 
+FEATURES: tuple[str, ...] = ()
+"""What this client does beyond the first version of the protocol, in the protocol's names."""
+
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
 Result = TypeVar("Result")
@@ -107,6 +110,7 @@ def open_session(
         kv_worker_id=kv_worker_id,
         ttl_ms=milliseconds(ttl),
         client=client or f"kvdock/{__version__} pid {os.getpid()}",
+        features=FEATURES,
     )
 
 

@@ -191,6 +191,12 @@ class Overloaded(KVDockError):
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class UnknownRequest(KVDockError):
+    """The server is older than this client, and does not know the request."""
+
+    default_code = grpc.StatusCode.UNIMPLEMENTED
+
+
 class NoEventLog(KVDockError):
     """The server keeps no event log."""
 
@@ -232,6 +238,7 @@ CLASS_OF_REASON: dict[str, type[KVDockError]] = {
     "TOO_LATE": TooLate,
     "DRAINING": Draining,
     "NO_EVENT_LOG": NoEventLog,
+    "UNKNOWN_REQUEST": UnknownRequest,
     "INTERNAL": ServerError,
 }
 

@@ -325,6 +325,8 @@ class SessionInfo:
     """The byte of each segment's file that a client keeps locked while it maps the file."""
     event_log: bool = False
     """True if the server keeps an event log, and so has a use for event data."""
+    features: frozenset[str] = frozenset()
+    """What the server does that not every server does, as ``OpenResponse.features`` names it."""
 
     @classmethod
     def from_proto(cls, message: session_pb2.OpenResponse) -> SessionInfo:
@@ -338,6 +340,7 @@ class SessionInfo:
             segments=tuple(Segment.from_proto(segment) for segment in message.segments),
             guard=message.guard,
             event_log=message.event_log,
+            features=frozenset(message.features),
         )
 
 

@@ -42,6 +42,7 @@ class Reason(Enum):
     TOO_MANY_NAMESPACES = Code.RESOURCE_EXHAUSTED, 18
     STALLED = Code.DEADLINE_EXCEEDED, 19
     TOO_LATE = Code.DEADLINE_EXCEEDED, 20
+    UNKNOWN_REQUEST = Code.UNIMPLEMENTED, 21
 
     @property
     def code(self) -> Code:

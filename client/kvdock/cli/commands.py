@@ -48,6 +48,7 @@ def status(arguments: argparse.Namespace) -> int:
             ("process", f"{answer.pid}, up {output.duration(answer.uptime_ms / 1000)}"),
             ("epoch", answer.epoch),
             ("chunk", f"{answer.chunk_tokens} tokens"),
+            ("features", ", ".join(answer.features) or "none"),
             ("pool", _pool(pool)),
             (
                 "index",

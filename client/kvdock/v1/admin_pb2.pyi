@@ -50,6 +50,7 @@ class StatusResponse(google.protobuf.message.Message):
     SEGMENTS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     SESSIONS_TOTAL_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     version: builtins.str
@@ -84,6 +85,10 @@ class StatusResponse(google.protobuf.message.Message):
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.Segment]:
         """The pool's segments, for those who can map them."""
 
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As in OpenResponse."""
+
     def __init__(
         self,
         *,
@@ -99,9 +104,10 @@ class StatusResponse(google.protobuf.message.Message):
         segments: collections.abc.Iterable[kvdock.v1.types_pb2.Segment] | None = ...,
         draining: builtins.bool = ...,
         sessions_total: builtins.int = ...,
+        features: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters", "index", b"index", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "index", b"index", "pid", b"pid", "pool", b"pool", "segments", b"segments", "sessions", b"sessions", "sessions_total", b"sessions_total", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "features", b"features", "index", b"index", "pid", b"pid", "pool", b"pool", "segments", b"segments", "sessions", b"sessions", "sessions_total", b"sessions_total", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
 
 Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
 

@@ -256,6 +256,7 @@ class OpenRequest(google.protobuf.message.Message):
     KV_WORKER_ID_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
     CLIENT_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """The engine, the same for all of its processes and different from every other engine's. 1 to
     256 characters.
@@ -270,6 +271,13 @@ class OpenRequest(google.protobuf.message.Message):
     """Silence after which the session expires. 0 means 30,000; from 1,000 to 600,000."""
     client: builtins.str
     """Program and version, for listings. At most 256 characters."""
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the client does beyond the first version of the protocol, so that the server may rely on it.
+        Names as in OpenResponse.features; the server takes no notice of those that it does not know. At
+        most 64, of at most 64 characters each. Empty: nothing. No name has a meaning yet.
+        """
+
     def __init__(
         self,
         *,
@@ -279,8 +287,9 @@ class OpenRequest(google.protobuf.message.Message):
         kv_worker_id: builtins.int = ...,
         ttl_ms: builtins.int = ...,
         client: builtins.str = ...,
+        features: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "engine_id", b"engine_id", "kv_worker_id", b"kv_worker_id", "role", b"role", "ttl_ms", b"ttl_ms", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "engine_id", b"engine_id", "features", b"features", "kv_worker_id", b"kv_worker_id", "role", b"role", "ttl_ms", b"ttl_ms", "worker_id", b"worker_id"]) -> None: ...
 
 Global___OpenRequest: typing_extensions.TypeAlias = OpenRequest
 
@@ -299,6 +308,7 @@ class OpenResponse(google.protobuf.message.Message):
     GUARD_FIELD_NUMBER: builtins.int
     EVENT_LOG_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     """The session's public name, in Status, logs and errors; good for nothing else. Below 2^53."""
     epoch: builtins.int
@@ -326,6 +336,14 @@ class OpenResponse(google.protobuf.message.Message):
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.Segment]:
         """The pool, for those who can map it."""
 
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the server does that not every server of v1 does. A client looks here before it relies on a
+        field or a call that came later or that depends on the server's settings, and takes no notice of
+        names that it does not know. In any order, each once. The names so far:
+          event_log    the server keeps an event log: EventService.StreamKVEvents answers
+        """
+
     def __init__(
         self,
         *,
@@ -338,8 +356,9 @@ class OpenResponse(google.protobuf.message.Message):
         guard: builtins.int = ...,
         event_log: builtins.bool = ...,
         session_token: builtins.bytes = ...,
+        features: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "event_log", b"event_log", "guard", b"guard", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "session_token", b"session_token", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "event_log", b"event_log", "features", b"features", "guard", b"guard", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "session_token", b"session_token", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___OpenResponse: typing_extensions.TypeAlias = OpenResponse
 

@@ -231,6 +231,11 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     or the client, is overloaded. Ask less, and again at the earliest after the delay that the error
     tells. Metadata: limit, the timeout_ms.
     """
+    ERROR_REASON_UNKNOWN_REQUEST: _ErrorReason.ValueType  # 21
+    """UNIMPLEMENTED. A session request of a kind that this server does not know: its client is newer. Do
+    without it, and look at the server's features first. Metadata: request, the number of its field in
+    SessionRequest.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed, for programs. Each value's comment begins with the google.rpc.Code that it
@@ -312,6 +317,11 @@ ERROR_REASON_TOO_LATE: ErrorReason.ValueType  # 20
 """DEADLINE_EXCEEDED. The request was read after its timeout_ms, and nothing was done: the server,
 or the client, is overloaded. Ask less, and again at the earliest after the delay that the error
 tells. Metadata: limit, the timeout_ms.
+"""
+ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 21
+"""UNIMPLEMENTED. A session request of a kind that this server does not know: its client is newer. Do
+without it, and look at the server's features first. Metadata: request, the number of its field in
+SessionRequest.
 """
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
@@ -678,6 +688,7 @@ class Error(google.protobuf.message.Message):
           field           name of the field that is out of its limits
           limit           what it may be at most, or must be
           namespace       registered name, or the one asked for
+          request         number of a field of SessionRequest
           lease_id, reservation_id, session_id
                           the id asked for; of a session its public one
         A value has at most 256 characters. A client takes no notice of keys that it does not know.

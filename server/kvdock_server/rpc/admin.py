@@ -14,6 +14,7 @@ from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
 from kvdock_server.core import Core, ListedPart, Session, list_parts
 from kvdock_server.rpc.conversions import namespace_to_proto
+from kvdock_server.rpc.features import features
 from kvdock_server.rpc.grpc_errors import Context, streaming, unary
 from kvdock_server.service.turns import in_turns
 from kvdock_server.tiers.host.pool import Pool
@@ -72,6 +73,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             chunk_tokens=self._chunk_tokens,
             segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],
             draining=core.draining,
+            features=features(core),
         )
 
     @streaming

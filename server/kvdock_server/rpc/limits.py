@@ -22,6 +22,7 @@ from kvdock_server.core import (
     MAX_READERS,
 )
 from kvdock_server.errors import invalid
+from kvdock_server.rpc.features import MOST_FEATURES
 
 MAX_REGIONS = 4_096
 """Pieces of a block, over all groups: a dozen for each layer of the deepest models."""
@@ -53,6 +54,7 @@ MOST: dict[str, Limit] = {
     "LookupRequest.keys": _KEYS,
     "Namespace.groups": Limit(1, MAX_GROUPS),
     "Namespace.labels": Limit(0, MAX_LABELS),
+    "OpenRequest.features": Limit(0, MOST_FEATURES),
     "PutOpen.event_data": _EVENT_DATA,
     "PutOpen.keys": _KEYS,
     "RegisterMemoryRequest.allocations": Limit(0, MAX_ALLOCATIONS),

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from kvdock.v1 import session_pb2 as pb
 from kvdock.v1 import session_pb2_grpc
 from kvdock.v1 import types_pb2 as types
@@ -13,6 +15,7 @@ from kvdock_server import __version__
 from kvdock_server.core import sessions
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.rpc import limits, verbs
+from kvdock_server.rpc.features import MOST_FEATURES, features
 from kvdock_server.rpc.grpc_errors import Context, abort, as_request_error, to_proto
 from kvdock_server.service.service import Service
 from kvdock_server.tiers.host.pool import Pool
@@ -83,6 +86,13 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if first.WhichOneof("request") != "open":
             raise invalid("the first message of a session must be open")
         request = first.open
+        limits.check(request)
+        if any(len(name) > MOST_FEATURES for name in request.features):
+            raise invalid(
+                f"a name in features of more than {MOST_FEATURES} characters",
+                "features",
+                MOST_FEATURES,
+            )
         if request.role not in (role.value for role in sessions.Role):
             raise invalid(f"role {request.role}: say which part of the engine this is", "role")
         return self._core.open_session(
@@ -108,6 +118,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             ],
             guard=session.guard,
             event_log=self._core.events is not None,
+            features=features(self._core),
         )
 
 
@@ -123,6 +134,22 @@ async def _first(requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionReques
     if first is None:
         raise invalid("the stream ended before its first message, which must be open")
     return first
+
+
+def _unknown(request: pb.SessionRequest) -> RequestError:
+    """The error of a message without a request, or with one of a newer version of the protocol."""
+    unknown = UnknownFieldSet(request)
+    fields = [unknown[index] for index in range(len(unknown))]
+    # A request is a message, which has protobuf's wire type 2.
+    numbers = [field.field_number for field in fields if field.wire_type == 2]
+    if not numbers:
+        return invalid("a session takes no empty message: set one of its requests", "request")
+    return RequestError(
+        Reason.UNKNOWN_REQUEST,
+        f"request {numbers[0]} is not known to this server ({__version__}): do without it; the "
+        "server's features say what there is",
+        request=numbers[0],
+    )
 
 
 class _SessionStream:
@@ -184,11 +211,10 @@ class _SessionStream:
             if kind == "heartbeat":
                 response.heartbeat.epoch = self._core.epoch
             else:
-                message = getattr(request, kind) if kind else None
-                answer = await verbs.answer(
-                    self._service, self._session, kind or "empty message", message
-                )
-                getattr(response, str(kind)).CopyFrom(answer)
+                assert kind is not None  # or _check had raised
+                message = getattr(request, kind)
+                answer = await verbs.answer(self._service, self._session, kind, message)
+                getattr(response, kind).CopyFrom(answer)
         except Exception as error:
             response.error.CopyFrom(to_proto(as_request_error(error)))
         await self.write(response)
@@ -203,7 +229,7 @@ class _SessionStream:
         session.refuse_if_expired()
         session.last_seen = self._core.clock()
         if kind is None:
-            return
+            raise _unknown(request)
         message = getattr(request, kind)
         limits.check(message)
         if getattr(message, "session_token", b"") not in (b"", session.token):
