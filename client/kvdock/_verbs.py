@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -165,9 +165,16 @@ def status() -> Call[admin_pb2.StatusRequest, admin_pb2.StatusResponse, admin_pb
     return Call(admin_pb2.StatusRequest(), lambda response: response)
 
 
+@within_limits("namespaces")
+def list_namespaces(
+    labels: Mapping[str, str] | None, name_prefix: str
+) -> admin_pb2.ListNamespacesRequest:
+    return admin_pb2.ListNamespacesRequest(labels=labels, name_prefix=name_prefix)
+
+
 @within_limits("chunks")
-def list_chunks(namespace: str) -> admin_pb2.ListChunksRequest:
-    return admin_pb2.ListChunksRequest(namespace=namespace)
+def list_chunks(namespace: str, group_idx: int | None) -> admin_pb2.ListChunksRequest:
+    return admin_pb2.ListChunksRequest(namespace=namespace, group_idx=group_idx)
 
 
 @within_limits("clear")

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -226,23 +226,35 @@ class Client(ClientBase):
         """State, sessions, pool and counters of the server, as the protocol's message."""
         return self._call(self._admin.Status, _verbs.status(), timeout)
 
-    def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
-        """Every registered namespace, in the order of registration."""
+    def namespaces(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        name_prefix: str = "",
+        timeout: float | None = None,
+    ) -> list[NamespaceStatus]:
+        """The registered namespaces, in the order of registration.
+
+        With ``labels`` only those that have all of these labels, with ``name_prefix`` only those
+        whose name begins so.
+        """
         found: list[NamespaceStatus] = []
         return self._download(
             self._admin.ListNamespaces,
-            admin_pb2.ListNamespacesRequest(),
+            _verbs.list_namespaces(labels, name_prefix),
             lambda response: found.append(NamespaceStatus.from_proto(response.namespace)),
             lambda: found,
             timeout,
         )
 
-    def chunks(self, namespace: str, *, timeout: float | None = None) -> Iterator[PartStatus]:
-        """The parts that a namespace has at one moment, parents before children.
+    def chunks(
+        self, namespace: str, *, group_idx: int | None = None, timeout: float | None = None
+    ) -> Iterator[PartStatus]:
+        """The parts that a namespace has, parents before children; ``group_idx``: of one group.
 
         Raises UnknownNamespace.
         """
-        request = _verbs.list_chunks(namespace)
+        request = _verbs.list_chunks(namespace, group_idx)
         with self._errors():
             responses = self._admin.ListChunks(request)
         for response in self._each(responses, timeout):

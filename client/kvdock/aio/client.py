@@ -87,10 +87,10 @@ class Client(ClientBase):
     evict = awaited(blocking.Client.evict)
 
     async def chunks(
-        self, namespace: str, *, timeout: float | None = None
+        self, namespace: str, *, group_idx: int | None = None, timeout: float | None = None
     ) -> AsyncIterator[PartStatus]:
         """As :meth:`kvdock.Client.chunks`."""
-        request = _verbs.list_chunks(namespace)
+        request = _verbs.list_chunks(namespace, group_idx)
         with self._starting():
             responses = self._admin.ListChunks(request)
         async with contextlib.aclosing(self._each(responses, self._seconds(timeout))) as messages:

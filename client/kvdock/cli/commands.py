@@ -235,7 +235,7 @@ def ls(arguments: argparse.Namespace) -> int:
     with _client(arguments) as client:
         if arguments.namespace is not None:
             return _list_chunks(client, arguments.namespace, as_json=arguments.json)
-        entries = client.namespaces()
+        entries = client.namespaces(labels=inputs.labels(arguments.labels))
     if arguments.json:
         output.print_json(
             [

@@ -323,9 +323,39 @@ class ListNamespacesRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LabelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    LABELS_FIELD_NUMBER: builtins.int
+    NAME_PREFIX_FIELD_NUMBER: builtins.int
+    name_prefix: builtins.str
+    """Only namespaces whose name begins so. Empty: all."""
+    @property
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Only namespaces that have all of these labels, with these values. At most 32. Empty: all. This is
+        how a router finds the namespace of a model, whose name only engines can derive.
+        """
+
     def __init__(
         self,
+        *,
+        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        name_prefix: builtins.str = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["labels", b"labels", "name_prefix", b"name_prefix"]) -> None: ...
 
 Global___ListNamespacesRequest: typing_extensions.TypeAlias = ListNamespacesRequest
 
@@ -386,14 +416,20 @@ class ListChunksRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: builtins.int
+    GROUP_IDX_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
+    group_idx: builtins.int
+    """Only parts of this group. Absent: of all groups."""
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
+        group_idx: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "namespace", b"namespace"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___ListChunksRequest: typing_extensions.TypeAlias = ListChunksRequest
 

@@ -11,6 +11,9 @@ Conventions of the whole protocol:
     is an ordinary value.
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
     2^53 - 1: JavaScript, for one, holds no larger integer exactly.
+  * Each call has an idempotency_level. Only what is IDEMPOTENT or has NO_SIDE_EFFECTS may be repeated
+    by a proxy or a library; docs/protocol.md says for every call what a client does when its answer
+    was lost.
   * A failed call answers with a gRPC status code, a message that says what to do, and a
     google.rpc.Status in the trailer grpc-status-details-bin. That has a google.rpc.ErrorInfo of
     domain "kvdock" (reason: the name of an ErrorReason; metadata: as in Error.metadata) and, where

@@ -80,10 +80,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListNamespaces(  # noqa: N802
         self, request: pb.ListNamespacesRequest, context: Context
     ) -> AsyncIterator[pb.ListNamespacesResponse]:
+        wanted = request.labels.items()
         for space in self._core.index.spaces:
+            namespace = space.namespace
+            if not namespace.name.startswith(request.name_prefix):
+                continue
+            if not wanted <= namespace.labels.items():
+                continue
             yield pb.ListNamespacesResponse(
                 namespace=pb.NamespaceStatus(
-                    namespace=namespace_to_proto(space.namespace),
+                    namespace=namespace_to_proto(namespace),
                     parts=space.visible_parts,
                     bytes=space.sealed_bytes,
                 )
@@ -95,7 +101,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> AsyncIterator[pb.ListChunksResponse]:
         response = pb.ListChunksResponse()
         space = self._core.index.space(request.namespace)
-        with contextlib.closing(list_parts(space)) as chunks:
+        only = None
+        if request.HasField("group_idx"):
+            only = space.namespace.position(request.group_idx)
+        with contextlib.closing(list_parts(space, only)) as chunks:
             for seen, parts in enumerate(chunks, 1):
                 if parts is None:
                     return

@@ -51,6 +51,7 @@ MOST: dict[str, Limit] = {
     "GetRequest.keys": _KEYS,
     "Group.shard_bytes": Limit(0, MAX_GROUPS * MAX_KV_WORLD_SIZE),
     "GroupMemory.regions": Limit(0, MAX_REGIONS),
+    "ListNamespacesRequest.labels": Limit(0, MAX_LABELS),
     "LookupRequest.keys": _KEYS,
     "Namespace.groups": Limit(1, MAX_GROUPS),
     "Namespace.labels": Limit(0, MAX_LABELS),
