@@ -69,7 +69,7 @@ class SessionRequest(google.protobuf.message.Message):
     REGISTER_MEMORY_FIELD_NUMBER: builtins.int
     SENT_MS_FIELD_NUMBER: builtins.int
     id: builtins.int
-    """Comes back in the answer. Any number."""
+    """Comes back in the answer. Any number; 0 makes answers look like messages that answer nothing."""
     sent_ms: builtins.int
     """When the client made the request, on the server's clock as SessionResponse.answered_ms tells it.
     A request may wait long before the server reads it: timeout_ms of Lookup and of Reserve counts
@@ -161,9 +161,12 @@ class SessionResponse(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     RETRIEVE_FIELD_NUMBER: builtins.int
     REGISTER_MEMORY_FIELD_NUMBER: builtins.int
+    ARRIVED_FIELD_NUMBER: builtins.int
     ANSWERED_MS_FIELD_NUMBER: builtins.int
     id: builtins.int
-    """Of the request."""
+    """Of the request. 0: an answer to none, which the server sends by itself. A client that does not know
+    what it says takes no notice of it.
+    """
     answered_ms: builtins.int
     """When the server sent this, in milliseconds on a clock of its own that begins anywhere and never
     goes back. An answer that came at b to a request sent at a, both on the client's clock, proves
@@ -220,6 +223,12 @@ class SessionResponse(google.protobuf.message.Message):
     def register_memory(self) -> Global___RegisterMemoryResponse:
         """To register_memory."""
 
+    @property
+    def arrived(self) -> Global___Arrived:
+        """To nothing, with id 0: what an earlier Lookup had begun to fetch. From 100 on are messages that
+        answer nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -236,13 +245,53 @@ class SessionResponse(google.protobuf.message.Message):
         store: kvdock.v1.cache_pb2.StoreResponse | None = ...,
         retrieve: kvdock.v1.cache_pb2.RetrieveResponse | None = ...,
         register_memory: Global___RegisterMemoryResponse | None = ...,
+        arrived: Global___Arrived | None = ...,
         answered_ms: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "answered_ms", b"answered_ms", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["error", "open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "arrived", b"arrived", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "answered_ms", b"answered_ms", "arrived", b"arrived", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["error", "open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory", "arrived"] | None: ...
 
 Global___SessionResponse: typing_extensions.TypeAlias = SessionResponse
+
+@typing.final
+class Arrived(google.protobuf.message.Message):
+    """What became of the chunks that a Lookup with wait_ms had begun to fetch (LookupResponse.coming_chunks).
+    Sent once for such a Lookup, without having been asked for, when all are in the pool, or as many as
+    come in time. Only a server with the feature "tiers" sends it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    HIT_CHUNKS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    CUT_SHORT_FIELD_NUMBER: builtins.int
+    lease_id: builtins.int
+    """The lease of that Lookup. It holds the locks on the chunks below, too."""
+    hit_chunks: builtins.int
+    """How many of the prompt's chunks, from the first on, can be had now: at least the hit_chunks of the
+    LookupResponse, at most coming_chunks more.
+    """
+    cut_short: builtins.str
+    """Why fewer chunks came than were promised, for a log line. Empty if all came."""
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.cache_pb2.GroupHit]:
+        """For each group what must be loaded now. It takes the place of LookupResponse.groups. Empty if
+        hit_chunks is 0; then the lease has ended.
+        """
+
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.int = ...,
+        hit_chunks: builtins.int = ...,
+        groups: collections.abc.Iterable[kvdock.v1.cache_pb2.GroupHit] | None = ...,
+        cut_short: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cut_short", b"cut_short", "groups", b"groups", "hit_chunks", b"hit_chunks", "lease_id", b"lease_id"]) -> None: ...
+
+Global___Arrived: typing_extensions.TypeAlias = Arrived
 
 @typing.final
 class OpenRequest(google.protobuf.message.Message):
@@ -342,6 +391,9 @@ class OpenResponse(google.protobuf.message.Message):
         field or a call that came later or that depends on the server's settings, and takes no notice of
         names that it does not know. In any order, each once. The names so far:
           event_log    the server keeps an event log: EventService.StreamKVEvents answers
+          tiers        the server keeps chunks on more media than its pool, and fetches them for a Lookup
+                       with wait_ms. Without it LookupResponse.coming_chunks is always 0, no Arrived is sent,
+                       StatusResponse.tiers is empty, and every event is of medium CPU and LOCAL.
         """
 
     def __init__(

@@ -67,6 +67,7 @@ MOST: dict[str, Limit] = {
     "StoreRequest.block_ids": _BLOCK_IDS,
     "StoreRequest.event_data": _EVENT_DATA,
     "StoreRequest.keys": _KEYS,
+    "StreamKVEventsRequest.localities": Limit(0, 8),
     "StreamKVEventsRequest.namespaces": Limit(0, MAX_NAMESPACES),
 }
 
