@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -16,7 +17,8 @@ import grpc
 from kvdock import _health, _verbs
 from kvdock._client_base import DEFAULT_TIMEOUT, ClientBase, closed
 from kvdock._idle import Cancellable, IdleLimit
-from kvdock._inline import PUT_METHOD, GetTransfer, Progress, PutTransfer
+from kvdock._inline import PUT_METHOD, GetTransfer, Progress, PutTransfer, put_event_data
+from kvdock._pieces import Piece, Steps, T, in_turn, pieces
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.channel import Options
 from kvdock.errors import from_rpc_error
@@ -160,22 +162,31 @@ class Client(ClientBase):
     ) -> list[ChunkStatus]:
         """Stores consecutive chunks of one prompt, one shard of each, by sending their bytes.
 
-        What the server already has is not sent. ``parent`` is the key of the chunk before the
+        What the server already has is not sent. What one message cannot name (event data may be
+        long) takes several Puts, one after the other. ``parent`` is the key of the chunk before the
         first; it is empty for a prompt's first chunk. Returns for each chunk STORED, EXISTS,
         NO_SPACE, PARENT_MISSING or FAILED. Raises WrongLength if a shard has another length than
         the namespace's shards, UnknownNamespace, ChunkTooLarge.
         """
-        transfer = PutTransfer(
-            namespace,
-            keys,
-            shards,
-            parent=parent,
-            group_idx=group_idx,
-            kv_worker_id=kv_worker_id,
-            event_data=event_data,
-            progress=progress,
-        )
-        return self._upload(transfer, timeout)
+        told = put_event_data(keys, shards, event_data)
+        parted = pieces(keys, parent, told)
+
+        def transfer(piece: Piece) -> PutTransfer:
+            is_whole = len(parted) == 1
+            return PutTransfer(
+                namespace,
+                keys[piece.first : piece.end],
+                shards[piece.first : piece.end],
+                parent=piece.parent,
+                group_idx=group_idx,
+                kv_worker_id=kv_worker_id,
+                event_data=told if is_whole else told[piece.first : piece.end],
+                progress=progress,
+            )
+
+        if len(parted) == 1:
+            return self._upload(transfer(parted[0]), timeout)
+        return self._in_turn(_put_pieces(self, parted, transfer, timeout))
 
     def get(
         self,
@@ -368,6 +379,9 @@ class Client(ClientBase):
             response = method(call.request, timeout=self._seconds(timeout))
         return call.read(response)
 
+    def _in_turn(self, steps: Steps[T]) -> T:
+        return in_turn(steps)
+
     def _upload(self, transfer: PutTransfer, timeout: float | None) -> list[ChunkStatus]:
         """Sends what the server's first answer asks for, and returns what became of each chunk."""
         answered = threading.Event()
@@ -453,3 +467,15 @@ class Client(ClientBase):
                 raise from_rpc_error(error, str(self.address)) from error
             finally:
                 call.cancel()
+
+
+def _put_pieces(
+    client: Client,
+    parted: Sequence[Piece],
+    transfer: Callable[[Piece], PutTransfer],
+    timeout: float | None,
+) -> Steps[list[ChunkStatus]]:
+    statuses: list[ChunkStatus] = []
+    for piece in parted:
+        statuses += yield functools.partial(client._upload, transfer(piece), timeout)
+    return statuses

@@ -197,6 +197,12 @@ class UnknownRequest(KVDockError):
     default_code = grpc.StatusCode.UNIMPLEMENTED
 
 
+class MessageTooLarge(InvalidArgument):
+    """A message has more bytes than the protocol allows. Name fewer chunks in one call."""
+
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 class NoEventLog(KVDockError):
     """The server keeps no event log."""
 
@@ -238,6 +244,7 @@ CLASS_OF_REASON: dict[str, type[KVDockError]] = {
     "TOO_LATE": TooLate,
     "DRAINING": Draining,
     "NO_EVENT_LOG": NoEventLog,
+    "MESSAGE_TOO_LARGE": MessageTooLarge,
     "UNKNOWN_REQUEST": UnknownRequest,
     "INTERNAL": ServerError,
 }

@@ -43,6 +43,7 @@ class Reason(Enum):
     STALLED = Code.DEADLINE_EXCEEDED, 19
     TOO_LATE = Code.DEADLINE_EXCEEDED, 20
     UNKNOWN_REQUEST = Code.UNIMPLEMENTED, 21
+    MESSAGE_TOO_LARGE = Code.RESOURCE_EXHAUSTED, 22
 
     @property
     def code(self) -> Code:

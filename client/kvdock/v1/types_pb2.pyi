@@ -6,7 +6,12 @@ Messages that several services share.
 Conventions of the whole protocol:
 
   * Sizes and offsets are bytes, times are milliseconds, unless a field says otherwise.
-  * A message never exceeds 4 MiB; what is larger is streamed.
+  * A message never exceeds 4 MiB (4,194,304 bytes, encoded); what is larger is streamed. A client
+    of Reserve, Store or Put whose keys and event data would be more splits the call: the first of
+    the chunks that fit, then the next with the last of these as parent_key. A larger message is
+    refused with RESOURCE_EXHAUSTED (MESSAGE_TOO_LARGE), and a session goes on. But one of more than
+    32 MiB is refused by gRPC itself, without reason, and ends the whole stream: look at the size
+    before sending.
   * Zero or absent means what the field's comment says it means; where it says nothing, zero
     is an ordinary value.
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
@@ -239,6 +244,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     without it, and look at the server's features first. Metadata: request, the number of its field in
     SessionRequest.
     """
+    ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 22
+    """RESOURCE_EXHAUSTED. A message of more than 4 MiB. Split the call. Metadata: limit, in bytes."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed, for programs. Each value's comment begins with the google.rpc.Code that it
@@ -326,6 +333,8 @@ ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 21
 without it, and look at the server's features first. Metadata: request, the number of its field in
 SessionRequest.
 """
+ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 22
+"""RESOURCE_EXHAUSTED. A message of more than 4 MiB. Split the call. Metadata: limit, in bytes."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final

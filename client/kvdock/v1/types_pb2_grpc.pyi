@@ -6,7 +6,12 @@ Messages that several services share.
 Conventions of the whole protocol:
 
   * Sizes and offsets are bytes, times are milliseconds, unless a field says otherwise.
-  * A message never exceeds 4 MiB; what is larger is streamed.
+  * A message never exceeds 4 MiB (4,194,304 bytes, encoded); what is larger is streamed. A client
+    of Reserve, Store or Put whose keys and event data would be more splits the call: the first of
+    the chunks that fit, then the next with the last of these as parent_key. A larger message is
+    refused with RESOURCE_EXHAUSTED (MESSAGE_TOO_LARGE), and a session goes on. But one of more than
+    32 MiB is refused by gRPC itself, without reason, and ends the whole stream: look at the size
+    before sending.
   * Zero or absent means what the field's comment says it means; where it says nothing, zero
     is an ordinary value.
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to

@@ -15,6 +15,7 @@ from kvdock_server import __version__
 from kvdock_server.core import sessions
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.rpc import limits, verbs
+from kvdock_server.rpc.decoding import MessageTooLargeError
 from kvdock_server.rpc.features import MOST_FEATURES, features
 from kvdock_server.rpc.grpc_errors import Context, abort, as_request_error, to_proto
 from kvdock_server.service.service import Service
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 _OPEN_SECONDS = 5.0
 # With so many copies under way, the server reads no further request of the session.
 _COPIES_AT_ONCE = 64
+_ID_TAG = bytes([pb.SessionRequest.ID_FIELD_NUMBER << 3])
 # Refused if nobody awaits the answer any more: it would grant something that somebody would have to
 # give back. (Store and Retrieve have a deadline of their own.)
 _NOT_WHEN_LATE = frozenset({"lookup", "reserve"})
@@ -136,6 +138,14 @@ async def _first(requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionReques
     return first
 
 
+def _first_id(begin: bytes) -> int:
+    """The id with which an encoded request begins, 0 if it begins with something else."""
+    if begin[:1] != _ID_TAG:
+        return 0
+    end = next((index for index, byte in enumerate(begin[1:], 2) if byte < 0x80), 0)
+    return pb.SessionRequest.FromString(begin[:end]).id
+
+
 def _unknown(request: pb.SessionRequest) -> RequestError:
     """The error of a message without a request, or with one of a newer version of the protocol."""
     unknown = UnknownFieldSet(request)
@@ -163,7 +173,16 @@ class _SessionStream:
         self._room = asyncio.Semaphore(_COPIES_AT_ONCE)
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        async for request in requests:
+        while True:
+            try:
+                request = await anext(requests)
+            except StopAsyncIteration:
+                return
+            except MessageTooLargeError as error:
+                await self.write(
+                    pb.SessionResponse(id=_first_id(error.begin), error=to_proto(error))
+                )
+                continue
             kind = request.WhichOneof("request")
             if self._takes_time(kind):
                 await self._wait_for_room()
