@@ -56,6 +56,22 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
+@within_limits("put")
+def put_event_data(
+    keys: Sequence[bytes],
+    shards: Sequence[ReadableBuffer],
+    event_data: Sequence[ChunkEventData] | None,
+) -> list[types_pb2.ChunkEventData]:
+    """The event data of a Put as messages. Raises InvalidArgument unless each key has its shard."""
+    _check_shards(keys, shards)
+    return event_data_messages(event_data)
+
+
+def _check_shards(keys: Sequence[bytes], shards: Sequence[ReadableBuffer]) -> None:
+    if len(keys) != len(shards):
+        raise InvalidArgument(f"put got {len(keys)} keys and {len(shards)} shards")
+
+
 class PutTransfer:
     """One Put: what to send and what became of each chunk."""
 
@@ -68,11 +84,10 @@ class PutTransfer:
         parent: bytes,
         group_idx: int | None,
         kv_worker_id: int,
-        event_data: Sequence[ChunkEventData] | None,
+        event_data: Sequence[types_pb2.ChunkEventData],
         progress: Progress | None = None,
     ) -> None:
-        if len(keys) != len(shards):
-            raise InvalidArgument(f"put got {len(keys)} keys and {len(shards)} shards")
+        _check_shards(keys, shards)
         self._shards = [memoryview(shard).cast("B") for shard in shards]
         self._progress = progress
         self._fault: Exception | None = None
@@ -86,7 +101,7 @@ class PutTransfer:
                     kv_worker_id=kv_worker_id,
                     parent_key=parent,
                     keys=keys,
-                    event_data=event_data_messages(event_data),
+                    event_data=event_data,
                 )
             )
         check_size(opening)

@@ -152,7 +152,13 @@ def session_lost(error: KVDockError) -> SessionLost:
     """The error of a session whose stream ended with ``error``."""
     if isinstance(error, SessionLost):
         return error
-    lost = SessionLost(f"the session ended: {error.message}", code=error.code, reason=error.reason)
+    lost = SessionLost(
+        f"the session ended: {error.message}",
+        code=error.code,
+        reason=error.reason,
+        metadata=error.metadata,
+        retry_after=error.retry_after,
+    )
     lost.__cause__ = error
     return lost
 
@@ -162,7 +168,13 @@ def again(error: KVDockError) -> KVDockError:
 
     An error that is raised gets a traceback, which keeps all local variables on its way alive.
     """
-    copy = type(error)(error.message, code=error.code, reason=error.reason)
+    copy = type(error)(
+        error.message,
+        code=error.code,
+        reason=error.reason,
+        metadata=error.metadata,
+        retry_after=error.retry_after,
+    )
     copy.__cause__ = error.__cause__
     return copy
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from kvdock import _verbs
+from kvdock._pieces import Piece, Steps, in_turn, pieces
 from kvdock._verbs import Call, Request, Response, Result, within_limits
 from kvdock.errors import InvalidArgument
 from kvdock.types import (
@@ -24,6 +29,8 @@ from kvdock.types import (
 )
 from kvdock.v1 import cache_pb2, session_pb2, types_pb2
 
+Taken = TypeVar("Taken")
+
 
 class SessionVerbs(ABC):
     """What can be asked on a session. A face says in ``_call`` how a request is sent."""
@@ -31,6 +38,14 @@ class SessionVerbs(ABC):
     @abstractmethod
     def _call(self, call: Call[Request, Response, Result], timeout: float | None) -> Result:
         """Sends the request, and returns what the call makes of the answer."""
+
+    def _in_turn(self, steps: Steps[Taken]) -> Taken:
+        """The result of a call that takes several requests."""
+        return in_turn(steps)
+
+    @abstractmethod
+    def submit(self, request: Message) -> Any:
+        """Sends a request without waiting for its answer."""
 
     @abstractmethod
     def _seconds(self, timeout: float | None) -> float:
@@ -112,20 +127,30 @@ class SessionVerbs(ABC):
         """Asks for memory to copy consecutive chunks of one prompt into.
 
         ``parent`` is the key of the chunk before the first; it is empty for a prompt's first chunk.
-        Copy into the chunks that are RESERVED, then commit. Raises WrongMode outside shared mode,
+        Copy into the chunks that are RESERVED, then commit. What one message cannot hold takes
+        several requests, within the same ``timeout``. Raises WrongMode outside shared mode,
         ChunkTooLarge if the whole pool could not hold one chunk.
         """
         seconds = self._seconds(timeout)
         with within_limits("reserve"):
-            request = cache_pb2.ReserveRequest(
-                namespace=namespace,
-                group_idx=group_idx,
-                parent_key=parent,
-                keys=keys,
-                event_data=_verbs.event_data_messages(event_data),
-                timeout_ms=_verbs.limit_ms(seconds),
-            )
-        return self._call(Call(request, Reservation.from_proto), seconds)
+            told = _verbs.event_data_messages(event_data)
+            parted = pieces(keys, parent, told)
+
+        def call(piece: Piece, left: float) -> _ReserveCall:
+            with within_limits("reserve"):
+                request = cache_pb2.ReserveRequest(
+                    namespace=namespace,
+                    group_idx=group_idx,
+                    parent_key=piece.parent,
+                    keys=keys[piece.first : piece.end],
+                    event_data=told[piece.first : piece.end] if len(parted) > 1 else told,
+                    timeout_ms=_verbs.limit_ms(left),
+                )
+            return Call(request, Reservation.from_proto)
+
+        if len(parted) == 1:
+            return self._call(call(parted[0], seconds), seconds)
+        return self._in_turn(_reserve_pieces(self, parted, call, seconds))
 
     def commit(
         self,
@@ -137,25 +162,25 @@ class SessionVerbs(ABC):
         """Seals chunks whose bytes are complete.
 
         ``chunks`` are indexes into the reservation's keys, None for all. Returns STORED or FAILED
-        for each. Raises UnknownReservation, ForeignReservation.
+        for each. A reservation that took several requests is committed with as many. Raises
+        UnknownReservation, ForeignReservation.
         """
         if chunks is not None and not chunks:
             # On the wire an empty list means every chunk.
             raise InvalidArgument("commit names no chunks; pass None for all that are still open")
-        with within_limits("commit"):
-            request = cache_pb2.CommitRequest(
-                reservation_id=_reservation_id(reservation), chunks=chunks
-            )
-        return self._call(Call(request, _statuses), timeout)
+        if isinstance(reservation, Reservation) and reservation.pieces:
+            wanted = reservation.by_piece(chunks)
+            return self._in_turn(_commit_pieces(self, wanted, chunks, self._seconds(timeout)))
+        return self._call(_commit(_reservation_id(reservation), chunks), timeout)
 
     def abort(self, reservation: Reservation | int, *, timeout: float | None = None) -> int:
         """Gives back the memory of a reservation's open chunks, and says how many there were.
 
         A second call finds none.
         """
-        with within_limits("abort"):
-            request = cache_pb2.AbortRequest(reservation_id=_reservation_id(reservation))
-        return self._call(Call(request, _aborted), timeout)
+        if isinstance(reservation, Reservation) and reservation.pieces:
+            return self._in_turn(_abort_pieces(self, reservation, self._seconds(timeout)))
+        return self._call(_abort(_reservation_id(reservation)), timeout)
 
     def store(
         self,
@@ -173,24 +198,40 @@ class SessionVerbs(ABC):
 
         ``block_ids`` are the blocks of all chunks, chunk by chunk. ``ready_event`` is the handle of
         a CUDA IPC event that the copy waits for. A chunk that is not copied within ``timeout``
-        never becomes visible, so after DeadlineExceeded the blocks may be used again. Raises
-        WrongMode, DeviceMemory.
+        never becomes visible, so after DeadlineExceeded the blocks may be used again. What one
+        message cannot hold takes several requests, within the same ``timeout``. Raises WrongMode,
+        DeviceMemory.
         """
         seconds = self._seconds(timeout)
         with within_limits("store"):
-            timeout_ms = _verbs.limit_ms(seconds)
-            request = cache_pb2.StoreRequest(
-                namespace=namespace,
-                group_idx=group_idx,
-                parent_key=parent,
-                keys=keys,
-                block_ids=block_ids,
-                ready_event=ready_event,
-                event_data=_verbs.event_data_messages(event_data),
-                timeout_ms=timeout_ms,
-                deadline_ns=time.monotonic_ns() + timeout_ms * 1_000_000,
-            )
-        return self._call(Call(request, _statuses), seconds)
+            told = _verbs.event_data_messages(event_data)
+            parted = pieces(keys, parent, told, block_ids)
+        blocks = len(block_ids) // (len(keys) or 1)
+
+        def call(piece: Piece, left: float) -> _StoreCall:
+            is_whole = len(parted) == 1
+            with within_limits("store"):
+                timeout_ms = _verbs.limit_ms(left)
+                request = cache_pb2.StoreRequest(
+                    namespace=namespace,
+                    group_idx=group_idx,
+                    parent_key=piece.parent,
+                    keys=keys[piece.first : piece.end],
+                    block_ids=(
+                        block_ids
+                        if is_whole
+                        else block_ids[piece.first * blocks : piece.end * blocks]
+                    ),
+                    ready_event=ready_event,
+                    event_data=told if is_whole else told[piece.first : piece.end],
+                    timeout_ms=timeout_ms,
+                    deadline_ns=time.monotonic_ns() + timeout_ms * 1_000_000,
+                )
+            return Call(request, _statuses)
+
+        if len(parted) == 1:
+            return self._call(call(parted[0], seconds), seconds)
+        return self._in_turn(_store_pieces(self, parted, call, seconds))
 
     def retrieve(
         self,
@@ -273,6 +314,102 @@ class SessionVerbs(ABC):
                 deadline_ns=time.monotonic_ns() + timeout_ms * 1_000_000,
             )
         return self._call(Call(request, _statuses), seconds)
+
+
+_ReserveCall = Call[cache_pb2.ReserveRequest, cache_pb2.ReserveResponse, Reservation]
+_StoreCall = Call[cache_pb2.StoreRequest, cache_pb2.StoreResponse, list[ChunkStatus]]
+_CommitCall = Call[cache_pb2.CommitRequest, cache_pb2.CommitResponse, list[ChunkStatus]]
+_AbortCall = Call[cache_pb2.AbortRequest, cache_pb2.AbortResponse, int]
+
+
+@within_limits("commit")
+def _commit(reservation_id: int, chunks: Sequence[int] | None) -> _CommitCall:
+    request = cache_pb2.CommitRequest(reservation_id=reservation_id, chunks=chunks)
+    return Call(request, _statuses)
+
+
+@within_limits("abort")
+def _abort(reservation_id: int) -> _AbortCall:
+    return Call(cache_pb2.AbortRequest(reservation_id=reservation_id), _aborted)
+
+
+def _reserve_pieces(
+    verbs: SessionVerbs,
+    parted: Sequence[Piece],
+    call: Callable[[Piece, float], _ReserveCall],
+    seconds: float,
+) -> Steps[Reservation]:
+    """Reserves piece by piece. If one fails, what the others have reserved is given back."""
+    until = time.monotonic() + seconds
+    made: list[Reservation] = []
+    try:
+        for piece in parted:
+            reservation = yield _sender(verbs, functools.partial(call, piece), until)
+            made.append(reservation)
+    except BaseException:
+        for reservation in made:
+            if reservation.id:
+                verbs.submit(cache_pb2.AbortRequest(reservation_id=reservation.id))
+        raise
+    return Reservation.joined(made)
+
+
+def _store_pieces(
+    verbs: SessionVerbs,
+    parted: Sequence[Piece],
+    call: Callable[[Piece, float], _StoreCall],
+    seconds: float,
+) -> Steps[list[ChunkStatus]]:
+    until = time.monotonic() + seconds
+    statuses: list[ChunkStatus] = []
+    for piece in parted:
+        statuses += yield _sender(verbs, functools.partial(call, piece), until)
+    return statuses
+
+
+def _commit_pieces(
+    verbs: SessionVerbs,
+    wanted: Mapping[int, Sequence[tuple[int, int]] | None],
+    chunks: Sequence[int] | None,
+    seconds: float,
+) -> Steps[list[ChunkStatus]]:
+    """``wanted`` has for each reservation id the chunks as place in ``chunks`` and own index."""
+    until = time.monotonic() + seconds
+    found: list[ChunkStatus] = [ChunkStatus.FAILED] * len(chunks or ())
+    for number, named in wanted.items():
+        own = None if named is None else [index for _, index in named]
+        statuses = yield _sender(verbs, _always(_commit(number, own)), until)
+        if named is None:
+            found += statuses
+        else:
+            for (place, _), status in zip(named, statuses, strict=True):
+                found[place] = status
+    return found
+
+
+def _abort_pieces(verbs: SessionVerbs, reservation: Reservation, seconds: float) -> Steps[int]:
+    until = time.monotonic() + seconds
+    aborted = 0
+    for number in reservation.ids:
+        aborted += yield _sender(verbs, _always(_abort(number)), until)
+    return aborted
+
+
+def _sender(
+    verbs: SessionVerbs, make: Callable[[float], Call[Any, Any, Any]], until: float
+) -> Callable[[], Any]:
+    """What sends one of a call's requests, made for the seconds that are left."""
+
+    def send() -> Any:
+        left = max(until - time.monotonic(), 0.0)
+        return verbs._call(make(left), left)
+
+    return send
+
+
+def _always(call: Call[Any, Any, Any]) -> Callable[[float], Call[Any, Any, Any]]:
+    """For a request that says nothing of its time."""
+    return lambda _: call
 
 
 def _reservation_id(reservation: Reservation | int) -> int:

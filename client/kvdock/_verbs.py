@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -32,6 +32,9 @@ from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 # A year: waiting for much longer than that overflows some clocks.
 _LONGEST_TIMEOUT = 365 * 86_400.0
 _LONGEST_TIMEOUT_MS = 86_400_000
+
+FEATURES: tuple[str, ...] = ()
+"""What this client does beyond the first version of the protocol, in the protocol's names."""
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -107,6 +110,7 @@ def open_session(
         kv_worker_id=kv_worker_id,
         ttl_ms=milliseconds(ttl),
         client=client or f"kvdock/{__version__} pid {os.getpid()}",
+        features=FEATURES,
     )
 
 
@@ -164,9 +168,16 @@ def status() -> Call[admin_pb2.StatusRequest, admin_pb2.StatusResponse, admin_pb
     return Call(admin_pb2.StatusRequest(), lambda response: response)
 
 
+@within_limits("namespaces")
+def list_namespaces(
+    labels: Mapping[str, str] | None, name_prefix: str
+) -> admin_pb2.ListNamespacesRequest:
+    return admin_pb2.ListNamespacesRequest(labels=labels, name_prefix=name_prefix)
+
+
 @within_limits("chunks")
-def list_chunks(namespace: str) -> admin_pb2.ListChunksRequest:
-    return admin_pb2.ListChunksRequest(namespace=namespace)
+def list_chunks(namespace: str, group_idx: int | None) -> admin_pb2.ListChunksRequest:
+    return admin_pb2.ListChunksRequest(namespace=namespace, group_idx=group_idx)
 
 
 @within_limits("clear")

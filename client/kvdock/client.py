@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -16,7 +17,8 @@ import grpc
 from kvdock import _health, _verbs
 from kvdock._client_base import DEFAULT_TIMEOUT, ClientBase, closed
 from kvdock._idle import Cancellable, IdleLimit
-from kvdock._inline import PUT_METHOD, GetTransfer, Progress, PutTransfer
+from kvdock._inline import PUT_METHOD, GetTransfer, Progress, PutTransfer, put_event_data
+from kvdock._pieces import Piece, Steps, T, in_turn, pieces
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.channel import Options
 from kvdock.errors import from_rpc_error
@@ -160,22 +162,31 @@ class Client(ClientBase):
     ) -> list[ChunkStatus]:
         """Stores consecutive chunks of one prompt, one shard of each, by sending their bytes.
 
-        What the server already has is not sent. ``parent`` is the key of the chunk before the
+        What the server already has is not sent. What one message cannot name (event data may be
+        long) takes several Puts, one after the other. ``parent`` is the key of the chunk before the
         first; it is empty for a prompt's first chunk. Returns for each chunk STORED, EXISTS,
         NO_SPACE, PARENT_MISSING or FAILED. Raises WrongLength if a shard has another length than
         the namespace's shards, UnknownNamespace, ChunkTooLarge.
         """
-        transfer = PutTransfer(
-            namespace,
-            keys,
-            shards,
-            parent=parent,
-            group_idx=group_idx,
-            kv_worker_id=kv_worker_id,
-            event_data=event_data,
-            progress=progress,
-        )
-        return self._upload(transfer, timeout)
+        told = put_event_data(keys, shards, event_data)
+        parted = pieces(keys, parent, told)
+
+        def transfer(piece: Piece) -> PutTransfer:
+            is_whole = len(parted) == 1
+            return PutTransfer(
+                namespace,
+                keys[piece.first : piece.end],
+                shards[piece.first : piece.end],
+                parent=piece.parent,
+                group_idx=group_idx,
+                kv_worker_id=kv_worker_id,
+                event_data=told if is_whole else told[piece.first : piece.end],
+                progress=progress,
+            )
+
+        if len(parted) == 1:
+            return self._upload(transfer(parted[0]), timeout)
+        return self._in_turn(_put_pieces(self, parted, transfer, timeout))
 
     def get(
         self,
@@ -226,23 +237,35 @@ class Client(ClientBase):
         """State, sessions, pool and counters of the server, as the protocol's message."""
         return self._call(self._admin.Status, _verbs.status(), timeout)
 
-    def namespaces(self, *, timeout: float | None = None) -> list[NamespaceStatus]:
-        """Every registered namespace, in the order of registration."""
+    def namespaces(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        name_prefix: str = "",
+        timeout: float | None = None,
+    ) -> list[NamespaceStatus]:
+        """The registered namespaces, in the order of registration.
+
+        With ``labels`` only those that have all of these labels, with ``name_prefix`` only those
+        whose name begins so.
+        """
         found: list[NamespaceStatus] = []
         return self._download(
             self._admin.ListNamespaces,
-            admin_pb2.ListNamespacesRequest(),
+            _verbs.list_namespaces(labels, name_prefix),
             lambda response: found.append(NamespaceStatus.from_proto(response.namespace)),
             lambda: found,
             timeout,
         )
 
-    def chunks(self, namespace: str, *, timeout: float | None = None) -> Iterator[PartStatus]:
-        """The parts that a namespace has at one moment, parents before children.
+    def chunks(
+        self, namespace: str, *, group_idx: int | None = None, timeout: float | None = None
+    ) -> Iterator[PartStatus]:
+        """The parts that a namespace has, parents before children; ``group_idx``: of one group.
 
         Raises UnknownNamespace.
         """
-        request = _verbs.list_chunks(namespace)
+        request = _verbs.list_chunks(namespace, group_idx)
         with self._errors():
             responses = self._admin.ListChunks(request)
         for response in self._each(responses, timeout):
@@ -364,6 +387,9 @@ class Client(ClientBase):
             response = method(call.request, timeout=self._seconds(timeout))
         return call.read(response)
 
+    def _in_turn(self, steps: Steps[T]) -> T:
+        return in_turn(steps)
+
     def _upload(self, transfer: PutTransfer, timeout: float | None) -> list[ChunkStatus]:
         """Sends what the server's first answer asks for, and returns what became of each chunk."""
         answered = threading.Event()
@@ -449,3 +475,15 @@ class Client(ClientBase):
                 raise from_rpc_error(error, str(self.address)) from error
             finally:
                 call.cancel()
+
+
+def _put_pieces(
+    client: Client,
+    parted: Sequence[Piece],
+    transfer: Callable[[Piece], PutTransfer],
+    timeout: float | None,
+) -> Steps[list[ChunkStatus]]:
+    statuses: list[ChunkStatus] = []
+    for piece in parted:
+        statuses += yield functools.partial(client._upload, transfer(piece), timeout)
+    return statuses

@@ -10,11 +10,11 @@ status code decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple
 
 import grpc
-from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from kvdock.printable import printable
@@ -32,19 +32,29 @@ class KVDockError(Exception):
     """Base of every error of this library.
 
     ``message`` says what happened and what to do. It is one printable line, whatever the server
-    wrote. ``code`` is the gRPC status code. ``reason`` is a name from the protocol's
-    ``Error.reason``, or empty.
+    wrote. ``code`` is the gRPC status code. ``reason`` is the name of an ``ErrorReason`` of the
+    protocol without its prefix, or empty. ``metadata`` says what the error is about, in the words
+    of ``Error.metadata``. ``retry_after`` is after how many seconds the same call may succeed; None
+    if waiting does not help.
     """
 
     default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
 
     def __init__(
-        self, message: str, *, code: grpc.StatusCode | None = None, reason: str = ""
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode | None = None,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        retry_after: float | None = None,
     ) -> None:
         self.message = printable(message)
         super().__init__(self.message)
         self.code = code or self.default_code
         self.reason = reason
+        self.metadata = dict(metadata or {})
+        self.retry_after = retry_after
 
 
 class Unavailable(KVDockError):
@@ -181,6 +191,18 @@ class Overloaded(KVDockError):
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class UnknownRequest(KVDockError):
+    """The server is older than this client, and does not know the request."""
+
+    default_code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class MessageTooLarge(InvalidArgument):
+    """A message has more bytes than the protocol allows. Name fewer chunks in one call."""
+
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 class NoEventLog(KVDockError):
     """The server keeps no event log."""
 
@@ -222,6 +244,8 @@ CLASS_OF_REASON: dict[str, type[KVDockError]] = {
     "TOO_LATE": TooLate,
     "DRAINING": Draining,
     "NO_EVENT_LOG": NoEventLog,
+    "MESSAGE_TOO_LARGE": MessageTooLarge,
+    "UNKNOWN_REQUEST": UnknownRequest,
     "INTERNAL": ServerError,
 }
 
@@ -238,7 +262,8 @@ _CODE_OF_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in g
 def from_stream_error(error: types_pb2.Error) -> KVDockError:
     """The exception for the Error message of a session stream."""
     code = _CODE_OF_NUMBER.get(error.code, grpc.StatusCode.UNKNOWN)
-    return _make(code, error.reason, error.message)
+    retry_after = error.retry_ms / 1000 if error.retry_ms else None
+    return _make(code, error.message, _Details(error.reason, dict(error.metadata), retry_after))
 
 
 def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
@@ -246,7 +271,8 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
     # The errors of both faces of gRPC have these methods, but their common base class does not.
     code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     message: str = getattr(error, "details", lambda: None)() or f"call ended with {code.name}"
-    reason = _reason(getattr(error, "trailing_metadata", lambda: None)())
+    told = _details(getattr(error, "trailing_metadata", lambda: None)())
+    reason = told.reason
     if code is grpc.StatusCode.INTERNAL and message == _AIO_WRITE_FAILED and not reason:
         code, message = grpc.StatusCode.UNAVAILABLE, "the connection ended"
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
@@ -257,7 +283,7 @@ def from_rpc_error(error: grpc.RpcError, server: str) -> KVDockError:
         message = f"the call to {server} ended when its client was closed; make another client"
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
         message = f"the server at {server} did not answer in time: {message}"
-    return _make(code, reason, message)
+    return _make(code, message, told)
 
 
 def unanswered(server: str, cause: str) -> Unavailable:
@@ -268,18 +294,29 @@ def unanswered(server: str, cause: str) -> Unavailable:
     )
 
 
-def _make(code: grpc.StatusCode, reason: str, message: str) -> KVDockError:
-    cls = CLASS_OF_REASON.get(reason) or _CLASS_OF_CODE.get(code, ServerError)
-    return cls(message, code=code, reason=reason)
+class _Details(NamedTuple):
+    """What a server's error says for programs."""
+
+    reason: str = ""
+    metadata: Mapping[str, str] = {}
+    retry_after: float | None = None
 
 
-def _reason(trailing_metadata: Iterable[tuple[str, bytes]] | None) -> str:
-    """The reason in the ErrorInfo of our domain, or empty."""
+def _make(code: grpc.StatusCode, message: str, told: _Details) -> KVDockError:
+    cls = CLASS_OF_REASON.get(told.reason) or _CLASS_OF_CODE.get(code, ServerError)
+    return cls(message, code=code, **told._asdict())
+
+
+def _details(trailing_metadata: Iterable[tuple[str, bytes]] | None) -> _Details:
+    """What the details of a failed call say; nothing if they are not of our domain."""
+    info, retry = ErrorInfo(), RetryInfo()
     for key, value in trailing_metadata or ():
         if key != _DETAILS_KEY:
             continue
         for detail in Status.FromString(value).details:
-            info = ErrorInfo()
-            if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
-                return info.reason
-    return ""
+            if not detail.Unpack(info):
+                detail.Unpack(retry)
+    if info.domain != ERROR_DOMAIN:
+        return _Details()
+    retry_after = retry.retry_delay.ToTimedelta().total_seconds() or None
+    return _Details(info.reason, dict(info.metadata), retry_after)

@@ -6,11 +6,14 @@ and offsets are in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from typing import Self
 
+from kvdock.errors import InvalidArgument
 from kvdock.event_data import ChunkEventData as ChunkEventData
 from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 
@@ -230,6 +233,45 @@ class Reservation:
     epoch: int
     chunks: tuple[ChunkResult, ...]
     """One for each key: RESERVED, EXISTS, NO_SPACE or PARENT_MISSING."""
+    pieces: tuple[tuple[int, int], ...] = ()
+    """If it took several requests, of each the id and the number of chunks; ``id`` is the first."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids of all that is reserved, for whoever sends Commit or Abort by itself."""
+        every = [number for number, _ in self.pieces] or [self.id]
+        return tuple(number for number in every if number)
+
+    @classmethod
+    def joined(cls, made: Sequence[Reservation]) -> Reservation:
+        """One of several, whose chunks follow one another."""
+        ids = [one.id for one in made if one.id]
+        return cls(
+            ids[0] if ids else 0,
+            made[0].epoch,
+            tuple(chunk for one in made for chunk in one.chunks),
+            tuple((one.id, len(one.chunks)) for one in made),
+        )
+
+    def by_piece(self, chunks: Sequence[int] | None) -> dict[int, list[tuple[int, int]] | None]:
+        """For each id in ``pieces`` the chunks of these: place in ``chunks``, index of its own.
+
+        ``chunks`` None is all, and so is each None in the result. Raises InvalidArgument for a
+        chunk that was not reserved.
+        """
+        if chunks is None:
+            return dict.fromkeys(self.ids)
+        ends = list(accumulate(count for _, count in self.pieces))
+        wanted: dict[int, list[tuple[int, int]] | None] = {}
+        for place, chunk in enumerate(chunks):
+            at = bisect_right(ends, chunk)
+            if not 0 <= chunk < len(self.chunks) or not self.pieces[at][0]:
+                raise InvalidArgument(f"chunk {chunk} was not reserved")
+            number, count = self.pieces[at]
+            own = wanted.setdefault(number, [])
+            assert own is not None
+            own.append((place, chunk - (ends[at] - count)))
+        return wanted
 
     @classmethod
     def from_proto(cls, message: cache_pb2.ReserveResponse) -> Reservation:
@@ -328,6 +370,8 @@ class SessionInfo:
     """The byte of each segment's file that a client keeps locked while it maps the file."""
     event_log: bool = False
     """True if the server keeps an event log, and so has a use for event data."""
+    features: frozenset[str] = frozenset()
+    """What the server does that not every server does, as ``OpenResponse.features`` names it."""
 
     @classmethod
     def from_proto(cls, message: session_pb2.OpenResponse) -> SessionInfo:
@@ -341,6 +385,7 @@ class SessionInfo:
             segments=tuple(Segment.from_proto(segment) for segment in message.segments),
             guard=message.guard,
             event_log=message.event_log,
+            features=frozenset(message.features),
         )
 
 

@@ -106,6 +106,7 @@ def test_listings(server: Any, data: Path, tokens: Path) -> None:
     parts = json.loads(ok(at, "ls", "n", "--json"))
     assert [part["key"] for part in parts] == [key.hex() for key in KEYS]
     assert b"2.0 MiB" in ok(at, "ls")
+    assert json.loads(ok(at, "ls", "--label", "model=m", "--json")) == []
     assert ok(at, "ls", "n").decode().splitlines()[1].split() == [
         KEYS[0].hex(),
         *("-", "1", "684.0", "KiB", "0"),
@@ -225,6 +226,7 @@ MISTAKES = [
     (["lookup", "n", "--tokens", "/dev/null", "--chunk-tokens", "4"], 2, "0 tokens"),
     (["lookup", "n", "ab" * 32], 1, "not registered"),
     (["ls", "n"], 1, "not registered"),
+    (["ls", "--label", "model"], 2, "NAME=VALUE"),
     (["clear", "n"], 1, "not registered"),
     (["clear"], 2, "NAMESPACE"),
     (["clear", ""], 1, "not registered"),

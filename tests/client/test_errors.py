@@ -1,23 +1,18 @@
-import re
-from pathlib import Path
-
 import grpc
 import pytest
-from google.protobuf.any_pb2 import Any
-from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from kvdock import errors
+from kvdock._protocol import again, session_lost
 from kvdock.v1 import types_pb2
-
-TYPES_PROTO = Path(__file__).parents[2] / "proto/kvdock/v1/types.proto"
 
 
 class FailedCall(grpc.RpcError):
     """What gRPC raises, as far as the mapping looks at it."""
 
-    def __init__(self, code: grpc.StatusCode, details: str, info: ErrorInfo | None = None) -> None:
-        self._code, self._details, self._info = code, details, info
+    def __init__(self, code: grpc.StatusCode, details: str, *infos: ErrorInfo | RetryInfo) -> None:
+        self._code, self._details, self._infos = code, details, infos
 
     def code(self) -> grpc.StatusCode:
         return self._code
@@ -26,18 +21,18 @@ class FailedCall(grpc.RpcError):
         return self._details
 
     def trailing_metadata(self) -> list[tuple[str, bytes | str]]:
-        if self._info is None:
+        if not self._infos:
             return [("other", "text")]
-        packed = Any()
-        packed.Pack(self._info)
-        return [("grpc-status-details-bin", Status(details=[packed]).SerializeToString())]
+        status = Status()
+        for info in self._infos:
+            status.details.add().Pack(info)
+        return [("grpc-status-details-bin", status.SerializeToString())]
 
 
 def test_every_reason_of_the_protocol_has_a_class() -> None:
-    comment = TYPES_PROTO.read_text().split("// For programs. One of")[1].split("string reason")[0]
-    reasons = re.findall(r"//\s{3}([A-Z_]+)\s", comment)
+    names = {name.removeprefix("ERROR_REASON_") for name, _ in types_pb2.ErrorReason.items()}
 
-    assert set(reasons) == set(errors.CLASS_OF_REASON)
+    assert names - {"UNSPECIFIED"} == set(errors.CLASS_OF_REASON)
 
 
 @pytest.mark.parametrize("reason", sorted(errors.CLASS_OF_REASON))
@@ -56,6 +51,28 @@ def test_the_reason_decides_on_both_ways(reason: str) -> None:
         assert type(error) is cls
         assert (error.code, error.reason) == (code, reason)
         assert error.message == "what to do"
+
+
+def test_what_is_told_for_programs_comes_on_both_ways() -> None:
+    info = ErrorInfo(domain="kvdock", reason="DRAINING", metadata={"limit": "7"})
+    retry = RetryInfo()
+    retry.retry_delay.FromMilliseconds(1_500)
+    unavailable = grpc.StatusCode.UNAVAILABLE
+
+    call = errors.from_rpc_error(FailedCall(unavailable, "text", info, retry), "host:1")
+    stream = errors.from_stream_error(
+        types_pb2.Error(
+            code=14, message="text", reason="DRAINING", metadata={"limit": "7"}, retry_ms=1_500
+        )
+    )
+    bare = errors.from_rpc_error(FailedCall(unavailable, "text"), "host:1")
+    foreign = ErrorInfo(domain="example.com", metadata={"limit": "7"})
+    other = errors.from_rpc_error(FailedCall(unavailable, "text", foreign, retry), "host:1")
+
+    for error in (call, stream, again(call), session_lost(stream)):
+        assert (error.metadata, error.retry_after) == ({"limit": "7"}, 1.5)
+    for error in (bare, other):
+        assert (error.metadata, error.retry_after) == ({}, None)
 
 
 def test_without_a_reason_the_code_decides() -> None:

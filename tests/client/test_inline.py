@@ -13,9 +13,7 @@ SHARDS = [bytes([n]) * SIZE for n in range(3)]
 
 
 def put(shards: list[bytes] = SHARDS) -> PutTransfer:
-    return PutTransfer(
-        "n", KEYS, shards, parent=b"", group_idx=None, kv_worker_id=0, event_data=None
-    )
+    return PutTransfer("n", KEYS, shards, parent=b"", group_idx=None, kv_worker_id=0, event_data=())
 
 
 def admission(*statuses: ChunkStatus) -> cache_pb2.PutResponse:

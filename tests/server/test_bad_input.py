@@ -201,12 +201,38 @@ def test_a_chunk_larger_than_the_pool(wire: Wire) -> None:
 
 
 def test_a_message_over_the_limit(wire: Wire) -> None:
-    with raises(Code.RESOURCE_EXHAUSTED) as caught:
+    with raises(Code.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE") as caught:
         wire.put([key(1)], [bytes(5 << 20)])
     assert "4194304" in caught.message
+    with raises(Code.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"):
+        wire.lookup([bytes(5 << 20)])
     with raises(Code.INVALID_ARGUMENT) as caught:
         wire.put([key(1)], [bytes(3 << 20)])
     assert "at most 2097152" in caught.message
+
+
+def test_a_session_goes_on_after_a_message_over_the_limit(wire: Wire) -> None:
+    session = WireSession(wire)
+    data = types_pb2.ChunkEventData(token_ids=bytes(1 << 10))
+    many = cache_pb2.ReserveRequest(
+        namespace="n",
+        keys=[key(n & 255, n >> 8) for n in range(16_384)],
+        event_data=[data] * 16_384,
+    )
+    assert many.ByteSize() > 17_000_000
+    error = session.error(reserve=many)  # the answer has the request's id
+    assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED.value[0], "MESSAGE_TOO_LARGE")
+    assert dict(error.metadata) == {"limit": str(4 << 20)}
+    reserve = cache_pb2.ReserveRequest(namespace="n", keys=[key(1)])
+    assert session.ask(reserve=reserve).reserve.reservation_id
+    session.close()
+
+
+def test_a_message_that_grpc_refuses_ends_the_stream(wire: Wire) -> None:
+    session = WireSession(wire)
+    free = cache_pb2.FreeLocksRequest(session_token=bytes(33 << 20))
+    with raises(Code.RESOURCE_EXHAUSTED):
+        session.ask(free_locks=free)
 
 
 def test_a_lease_of_another_session(wire: Wire) -> None:

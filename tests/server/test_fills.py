@@ -198,7 +198,7 @@ async def test_part_of_a_lease_at_a_time(engine: Engine) -> None:
     [
         ({"also_fill": [1, 1]}, "each other reader once"),
         ({"also_fill": [0, 1]}, "each other reader once"),
-        ({"also_fill": [*range(200), 1]}, r"also_fill \[0, 1, 2, 3, 4, 5, 6, 7\] of reader 0"),
+        ({"also_fill": [*range(200), 1]}, "also_fill 0, 1, 2, 3, 4, 5, 6, 7 of reader 0"),
         ({"also_fill": range(1, 257)}, "256 readers in also_fill: at most 255"),
         ({"also_fill": [1, 7]}, "the lease was given to 3 readers"),
         ({"block_ids": [*TARGET[:-1], 32]}, "32 blocks are registered"),

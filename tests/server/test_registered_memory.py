@@ -72,7 +72,7 @@ async def test_a_group_that_is_described_twice_is_refused(engine: Engine) -> Non
         group = request.groups.add(num_blocks=BLOCKS, blocks_per_chunk=PER_CHUNK)
         group.regions.add(allocation=0, offset=0, block_stride=PAGE, page_bytes=PAGE)
     request.mode = types.TRANSFER_MODE_SERVER
-    with pytest.raises(RequestError, match="group None is described twice"):
+    with pytest.raises(RequestError, match="the group without group_idx is described twice"):
         await verbs.register_memory(engine.service, engine.workers[0].session, request)
 
 

@@ -236,5 +236,5 @@ def test_numbers_are_compared_before_they_repeat_anything(many: tuple[Any, Wire]
             namespace="n0", mode=types_pb2.TRANSFER_MODE_SERVER, groups=[memory]
         )
     )
-    assert "blocks_per_chunk 65537 of group None: at most 65536" in error.message
+    assert "blocks_per_chunk 65537 of the group without group_idx: at most 65536" in error.message
     session.close()

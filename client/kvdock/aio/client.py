@@ -19,6 +19,7 @@ from kvdock import _health, _verbs
 from kvdock import client as blocking
 from kvdock._client_base import DEFAULT_TIMEOUT, ClientBase, closed
 from kvdock._inline import PUT_METHOD, PutTransfer
+from kvdock._pieces import Steps, T, in_turn_async
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.aio._awaited import awaited
 from kvdock.aio._poller import keep_poller
@@ -87,10 +88,10 @@ class Client(ClientBase):
     evict = awaited(blocking.Client.evict)
 
     async def chunks(
-        self, namespace: str, *, timeout: float | None = None
+        self, namespace: str, *, group_idx: int | None = None, timeout: float | None = None
     ) -> AsyncIterator[PartStatus]:
         """As :meth:`kvdock.Client.chunks`."""
-        request = _verbs.list_chunks(namespace)
+        request = _verbs.list_chunks(namespace, group_idx)
         with self._starting():
             responses = self._admin.ListChunks(request)
         async with contextlib.aclosing(self._each(responses, self._seconds(timeout))) as messages:
@@ -169,6 +170,9 @@ class Client(ClientBase):
         with self._starting():
             response = await method(call.request, timeout=self._seconds(timeout))
         return call.read(response)
+
+    async def _in_turn(self, steps: Steps[T]) -> T:
+        return await in_turn_async(steps)
 
     async def _upload(self, transfer: PutTransfer, timeout: float | None) -> list[ChunkStatus]:
         """Sends what the server's first answer asks for, and returns what became of each chunk."""

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from google.protobuf.message import Message
 
+from kvdock._pieces import Steps, T, in_turn_async
 from kvdock._session_base import SessionBase
 from kvdock._session_verbs import SessionVerbs
 from kvdock._stream_base import CLOSE_SECONDS
@@ -69,6 +70,9 @@ class Session(SessionBase[Stream]):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    async def _in_turn(self, steps: Steps[T]) -> T:
+        return await in_turn_async(steps)
 
     async def _call(self, call: Call[Request, Response, Result], timeout: float | None) -> Result:
         return call.read(await self._stream.result(call.request, self._seconds(timeout)))

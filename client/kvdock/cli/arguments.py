@@ -106,6 +106,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "ls", parents=[server], help="list namespaces, or the chunks of one"
     )
     ls.add_argument("namespace", metavar="NAMESPACE", nargs="?")
+    ls.add_argument(
+        "--label",
+        dest="labels",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="only namespaces with this label; may be repeated",
+    )
     ls.set_defaults(run=commands.ls)
 
     follow = subcommands.add_parser(

@@ -48,6 +48,7 @@ def status(arguments: argparse.Namespace) -> int:
             ("process", f"{answer.pid}, up {output.duration(answer.uptime_ms / 1000)}"),
             ("epoch", answer.epoch),
             ("chunk", f"{answer.chunk_tokens} tokens"),
+            ("features", ", ".join(answer.features) or "none"),
             ("pool", _pool(pool)),
             (
                 "index",
@@ -234,7 +235,7 @@ def ls(arguments: argparse.Namespace) -> int:
     with _client(arguments) as client:
         if arguments.namespace is not None:
             return _list_chunks(client, arguments.namespace, as_json=arguments.json)
-        entries = client.namespaces()
+        entries = client.namespaces(labels=inputs.labels(arguments.labels))
     if arguments.json:
         output.print_json(
             [

@@ -48,6 +48,17 @@ def are_from_stdin(arguments: argparse.Namespace) -> bool:
     return [STDIO] in ([arguments.tokens], arguments.keys)
 
 
+def labels(texts: Sequence[str]) -> dict[str, str]:
+    """The labels that are written as NAME=VALUE."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise InvalidArgument(f"label {text!r}: write NAME=VALUE")
+        found[name] = value
+    return found
+
+
 def key(text: str) -> bytes:
     """The key that stands for 64 hexadecimal digits."""
     try:

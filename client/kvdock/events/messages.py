@@ -177,14 +177,20 @@ def message_from_proto(message: pb.StreamKVEventsResponse) -> Message:
 
 
 _KNOWN_MEDIA: Final = frozenset(pb.Medium.values())
+# Only these are asked for. Parts elsewhere would look like those here.
+_OF_THIS_HOST: Final = (pb.LOCALITY_UNSPECIFIED, pb.LOCALITY_LOCAL)
+
+
+def _is_known(part: pb.BlockStored | pb.BlockRemoved) -> bool:
+    return part.medium in _KNOWN_MEDIA and part.locality in _OF_THIS_HOST
 
 
 def _event(event: pb.Event) -> Event:
     match event.WhichOneof("event"):
         # Media that only newer clients know would all look alike here, so their events are skipped.
-        case "stored" if event.stored.medium in _KNOWN_MEDIA:
+        case "stored" if _is_known(event.stored):
             return _stored(event)
-        case "removed" if event.removed.medium in _KNOWN_MEDIA:
+        case "removed" if _is_known(event.removed):
             gone = event.removed
             return Removed(
                 event.sequence,

@@ -8,6 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import kvdock.v1.events_pb2
 import kvdock.v1.session_pb2
 import kvdock.v1.types_pb2
 import sys
@@ -50,6 +51,8 @@ class StatusResponse(google.protobuf.message.Message):
     SEGMENTS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     SESSIONS_TOTAL_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     version: builtins.str
@@ -84,6 +87,16 @@ class StatusResponse(google.protobuf.message.Message):
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.Segment]:
         """The pool's segments, for those who can map them."""
 
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As in OpenResponse."""
+
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStatus]:
+        """What keeps chunks beside the pool, in the order in which the server asks them. Empty without the
+        feature "tiers".
+        """
+
     def __init__(
         self,
         *,
@@ -99,11 +112,73 @@ class StatusResponse(google.protobuf.message.Message):
         segments: collections.abc.Iterable[kvdock.v1.types_pb2.Segment] | None = ...,
         draining: builtins.bool = ...,
         sessions_total: builtins.int = ...,
+        features: collections.abc.Iterable[builtins.str] | None = ...,
+        tiers: collections.abc.Iterable[Global___TierStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters", "index", b"index", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "index", b"index", "pid", b"pid", "pool", b"pool", "segments", b"segments", "sessions", b"sessions", "sessions_total", b"sessions_total", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "features", b"features", "index", b"index", "pid", b"pid", "pool", b"pool", "segments", b"segments", "sessions", b"sessions", "sessions_total", b"sessions_total", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
 
 Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
+
+@typing.final
+class TierStatus(google.protobuf.message.Message):
+    """One tier: what keeps chunks beside the pool, on a medium of its own. The pool itself is always of
+    medium CPU and LOCAL, and has a message of its own.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MEDIUM_FIELD_NUMBER: builtins.int
+    LOCALITY_FIELD_NUMBER: builtins.int
+    HEALTHY_FIELD_NUMBER: builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    READ_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    WRITE_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    FETCHING_BYTES_FIELD_NUMBER: builtins.int
+    WRITING_BYTES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """What the server's settings call it."""
+    medium: kvdock.v1.events_pb2.Medium.ValueType
+    """What its chunks are on, as in events."""
+    locality: kvdock.v1.events_pb2.Locality.ValueType
+    """On whose host, as in events."""
+    healthy: builtins.bool
+    """False while the server does without it, since it failed or was too slow. It is tried again."""
+    total_bytes: builtins.int
+    """What it may hold, in bytes. 0: not known, as of a store that others fill, too."""
+    used_bytes: builtins.int
+    """What it holds for this server, in bytes."""
+    parts: builtins.int
+    """Parts that a Lookup could have fetched from it."""
+    read_bytes_per_s: builtins.int
+    """Measured rate of reading, in bytes a second, over the last reads. 0: nothing was read yet."""
+    write_bytes_per_s: builtins.int
+    """Likewise, of writing."""
+    fetching_bytes: builtins.int
+    """Bytes that are being fetched from it, or wait for it."""
+    writing_bytes: builtins.int
+    """Bytes that are being written to it, or wait for it. Evicting drops what is not written yet."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        medium: kvdock.v1.events_pb2.Medium.ValueType = ...,
+        locality: kvdock.v1.events_pb2.Locality.ValueType = ...,
+        healthy: builtins.bool = ...,
+        total_bytes: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        parts: builtins.int = ...,
+        read_bytes_per_s: builtins.int = ...,
+        write_bytes_per_s: builtins.int = ...,
+        fetching_bytes: builtins.int = ...,
+        writing_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fetching_bytes", b"fetching_bytes", "healthy", b"healthy", "locality", b"locality", "medium", b"medium", "name", b"name", "parts", b"parts", "read_bytes_per_s", b"read_bytes_per_s", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "write_bytes_per_s", b"write_bytes_per_s", "writing_bytes", b"writing_bytes"]) -> None: ...
+
+Global___TierStatus: typing_extensions.TypeAlias = TierStatus
 
 @typing.final
 class PoolStatus(google.protobuf.message.Message):
@@ -317,9 +392,39 @@ class ListNamespacesRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LabelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    LABELS_FIELD_NUMBER: builtins.int
+    NAME_PREFIX_FIELD_NUMBER: builtins.int
+    name_prefix: builtins.str
+    """Only namespaces whose name begins so. Empty: all."""
+    @property
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Only namespaces that have all of these labels, with these values. At most 32. Empty: all. This is
+        how a router finds the namespace of a model, whose name only engines can derive.
+        """
+
     def __init__(
         self,
+        *,
+        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        name_prefix: builtins.str = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["labels", b"labels", "name_prefix", b"name_prefix"]) -> None: ...
 
 Global___ListNamespacesRequest: typing_extensions.TypeAlias = ListNamespacesRequest
 
@@ -380,14 +485,20 @@ class ListChunksRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: builtins.int
+    GROUP_IDX_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
+    group_idx: builtins.int
+    """Only parts of this group. Absent: of all groups."""
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
+        group_idx: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "namespace", b"namespace"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___ListChunksRequest: typing_extensions.TypeAlias = ListChunksRequest
 

@@ -74,7 +74,9 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListNamespaces(self, request, context):
-        """ListNamespaces streams every registered namespace, in the order of their registration.
+        """ListNamespaces streams the registered namespaces that the request asks for, in the order of their
+        registration. There are 4,096 at most, so a stream that broke is begun again: there are no pages
+        and no token to resume with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,7 +87,12 @@ class AdminServiceServicer(object):
         there all the while comes once. Of those that come or go while the stream is read some may be
         listed. If the namespace is cleared meanwhile, the stream ends.
 
-        NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
+        A stream that broke is begun again: there is no token to resume with. The place after a key would
+        mean nothing once the key is evicted, and chunks come and go all the time. Whoever needs a list that
+        goes on follows EventService.StreamKVEvents, whose snapshot and cursor are made for that.
+
+        NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered. INVALID_ARGUMENT if it has no
+        such group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

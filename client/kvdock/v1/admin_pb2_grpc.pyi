@@ -160,14 +160,22 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
     """Status tells how the server is doing. Cheap enough to be asked every second."""
 
     ListNamespaces: _AdminServiceListNamespacesType
-    """ListNamespaces streams every registered namespace, in the order of their registration."""
+    """ListNamespaces streams the registered namespaces that the request asks for, in the order of their
+    registration. There are 4,096 at most, so a stream that broke is begun again: there are no pages
+    and no token to resume with.
+    """
 
     ListChunks: _AdminServiceListChunksType
     """ListChunks streams the parts of one namespace, parents before children. Each part that is
     there all the while comes once. Of those that come or go while the stream is read some may be
     listed. If the namespace is cleared meanwhile, the stream ends.
 
-    NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
+    A stream that broke is begun again: there is no token to resume with. The place after a key would
+    mean nothing once the key is evicted, and chunks come and go all the time. Whoever needs a list that
+    goes on follows EventService.StreamKVEvents, whose snapshot and cursor are made for that.
+
+    NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered. INVALID_ARGUMENT if it has no
+    such group.
     """
 
     Clear: _AdminServiceClearType
@@ -228,7 +236,10 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: kvdock.v1.admin_pb2.ListNamespacesRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvdock.v1.admin_pb2.ListNamespacesResponse], collections.abc.AsyncIterator[kvdock.v1.admin_pb2.ListNamespacesResponse]]:
-        """ListNamespaces streams every registered namespace, in the order of their registration."""
+        """ListNamespaces streams the registered namespaces that the request asks for, in the order of their
+        registration. There are 4,096 at most, so a stream that broke is begun again: there are no pages
+        and no token to resume with.
+        """
 
     @abc.abstractmethod
     def ListChunks(
@@ -240,7 +251,12 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         there all the while comes once. Of those that come or go while the stream is read some may be
         listed. If the namespace is cleared meanwhile, the stream ends.
 
-        NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
+        A stream that broke is begun again: there is no token to resume with. The place after a key would
+        mean nothing once the key is evicted, and chunks come and go all the time. Whoever needs a list that
+        goes on follows EventService.StreamKVEvents, whose snapshot and cursor are made for that.
+
+        NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered. INVALID_ARGUMENT if it has no
+        such group.
         """
 
     @abc.abstractmethod

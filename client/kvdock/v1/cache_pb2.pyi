@@ -75,6 +75,7 @@ class LookupRequest(google.protobuf.message.Message):
     TTL_MS_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     readers: builtins.int
@@ -95,6 +96,12 @@ class LookupRequest(google.protobuf.message.Message):
     (TOO_LATE), and does nothing. 0: the client waits as long as it takes. A call by itself has
     gRPC's deadline instead.
     """
+    wait_ms: builtins.int
+    """How long, from the answer on, the client would wait for chunks that are not in the pool but on
+    another tier (a disk, another host). The server begins to fetch those that pay within this time,
+    and says so in coming_chunks. 0: it fetches nothing. At most 600,000. Without a session, with probe,
+    and by a server without the feature "tiers" it is taken as 0.
+    """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of the prompt's chunks from the first on, 32 bytes each. From 1 to 16,384."""
@@ -109,8 +116,9 @@ class LookupRequest(google.protobuf.message.Message):
         ttl_ms: builtins.int = ...,
         session_token: builtins.bytes = ...,
         timeout_ms: builtins.int = ...,
+        wait_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace", "probe", b"probe", "readers", b"readers", "session_token", b"session_token", "timeout_ms", b"timeout_ms", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace", "probe", b"probe", "readers", b"readers", "session_token", b"session_token", "timeout_ms", b"timeout_ms", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -124,6 +132,8 @@ class LookupResponse(google.protobuf.message.Message):
     HIT_CHUNKS_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    COMING_CHUNKS_FIELD_NUMBER: builtins.int
+    COMING_MS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch. When it differs from the one known, every session, lease and reservation
     known so far is gone.
@@ -132,6 +142,17 @@ class LookupResponse(google.protobuf.message.Message):
     """How many chunks from the first on can be had. 0: a miss."""
     lease_id: builtins.int
     """The lease that holds the locks. Below 2^53. 0 if there are none (a miss or a probe)."""
+    coming_chunks: builtins.int
+    """How many chunks beyond hit_chunks the server has begun to fetch into the pool. Unless this is 0,
+    there is a lease even if hit_chunks is 0, and one message Arrived about that lease follows on the
+    session stream, at the latest wait_ms after this answer. Whoever does not want to wait loads the
+    hit as it is; FreeLocks of the whole lease gives up the fetch, and then no Arrived follows. Always 0
+    unless wait_ms was given.
+    """
+    coming_ms: builtins.int
+    """In how many milliseconds they will be there, as the server estimates from measured rates. 0 if
+    coming_chunks is.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHit]:
         """For each group what must be loaded. Empty on a miss."""
@@ -143,8 +164,10 @@ class LookupResponse(google.protobuf.message.Message):
         hit_chunks: builtins.int = ...,
         lease_id: builtins.int = ...,
         groups: collections.abc.Iterable[Global___GroupHit] | None = ...,
+        coming_chunks: builtins.int = ...,
+        coming_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "hit_chunks", b"hit_chunks", "lease_id", b"lease_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coming_chunks", b"coming_chunks", "coming_ms", b"coming_ms", "epoch", b"epoch", "groups", b"groups", "hit_chunks", b"hit_chunks", "lease_id", b"lease_id"]) -> None: ...
 
 Global___LookupResponse: typing_extensions.TypeAlias = LookupResponse
 

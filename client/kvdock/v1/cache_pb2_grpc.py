@@ -118,7 +118,8 @@ class CacheServiceServicer(object):
 
     def Lookup(self, request, context):
         """Lookup says in one round trip how much of a prompt is cached, and locks it. On a miss it
-        leaves nothing behind. It never waits for a copy.
+        leaves nothing behind. It never waits for a copy: with wait_ms it says what it has begun to fetch,
+        and the server says on the session stream when that is there (Arrived in session.proto).
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """

@@ -316,7 +316,8 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
 
     Lookup: _CacheServiceLookupType
     """Lookup says in one round trip how much of a prompt is cached, and locks it. On a miss it
-    leaves nothing behind. It never waits for a copy.
+    leaves nothing behind. It never waits for a copy: with wait_ms it says what it has begun to fetch,
+    and the server says on the session stream when that is there (Arrived in session.proto).
 
     NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
     """
@@ -492,7 +493,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.cache_pb2.LookupResponse, collections.abc.Awaitable[kvdock.v1.cache_pb2.LookupResponse]]:
         """Lookup says in one round trip how much of a prompt is cached, and locks it. On a miss it
-        leaves nothing behind. It never waits for a copy.
+        leaves nothing behind. It never waits for a copy: with wait_ms it says what it has begun to fetch,
+        and the server says on the session stream when that is there (Arrived in session.proto).
 
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """

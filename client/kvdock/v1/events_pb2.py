@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvdock.v1 import types_pb2 as kvdock_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvdock/v1/events.proto\x12\tkvdock.v1\x1a\x15kvdock/v1/types.proto\"\x91\x02\n\x15StreamKVEventsRequest\x12\"\n\x03now\x18\x01 \x01(\x0b\x32\x13.kvdock.v1.StartNowH\x00\x12\"\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x11.kvdock.v1.CursorH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvdock.v1.StartSnapshotH\x00\x12\x12\n\nnamespaces\x18\x04 \x03(\t\x12\x16\n\tgroup_idx\x18\x05 \x01(\rH\x01\x88\x01\x01\x12!\n\x06medium\x18\x06 \x01(\x0e\x32\x11.kvdock.v1.Medium\x12\x1c\n\x14progress_interval_ms\x18\x07 \x01(\rB\x07\n\x05startB\x0c\n\n_group_idx\"\n\n\x08StartNow\"\x0f\n\rStartSnapshot\")\n\x06\x43ursor\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"\xf0\x01\n\x16StreamKVEventsResponse\x12!\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x11.kvdock.v1.Cursor\x12&\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x15.kvdock.v1.EventBatchH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvdock.v1.SnapshotPieceH\x00\x12\'\n\x08progress\x18\x04 \x01(\x0b\x32\x13.kvdock.v1.ProgressH\x00\x12)\n\tcompacted\x18\x05 \x01(\x0b\x32\x14.kvdock.v1.CompactedH\x00\x42\t\n\x07message\"?\n\nEventBatch\x12\x0f\n\x07unix_ms\x18\x01 \x01(\x04\x12 \n\x06\x65vents\x18\x02 \x03(\x0b\x32\x10.kvdock.v1.Event\"\xbb\x01\n\x05\x45vent\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12(\n\x06stored\x18\x02 \x01(\x0b\x32\x16.kvdock.v1.BlockStoredH\x00\x12*\n\x07removed\x18\x03 \x01(\x0b\x32\x17.kvdock.v1.BlockRemovedH\x00\x12.\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1b.kvdock.v1.AllBlocksClearedH\x00\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x42\x07\n\x05\x65vent\"\xdb\x01\n\x0b\x42lockStored\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nparent_key\x18\x02 \x01(\x0c\x12\'\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x19.kvdock.v1.ChunkEventData\x12!\n\x06medium\x18\x04 \x01(\x0e\x32\x11.kvdock.v1.Medium\x12\x16\n\tgroup_idx\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\"\n\x04kind\x18\x06 \x01(\x0e\x32\x14.kvdock.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x07 \x01(\rB\x0c\n\n_group_idx\"z\n\x0c\x42lockRemoved\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12!\n\x06medium\x18\x03 \x01(\x0e\x32\x11.kvdock.v1.Medium\x12\x16\n\tgroup_idx\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_group_idx\"\x12\n\x10\x41llBlocksCleared\"?\n\rSnapshotPiece\x12 \n\x06stored\x18\x01 \x03(\x0b\x32\x10.kvdock.v1.Event\x12\x0c\n\x04last\x18\x02 \x01(\x08\"\n\n\x08Progress\".\n\tCompacted\x12!\n\x06oldest\x18\x01 \x01(\x0b\x32\x11.kvdock.v1.Cursor*T\n\x06Medium\x12\x16\n\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x0e\n\nMEDIUM_GPU\x10\x01\x12\x0e\n\nMEDIUM_CPU\x10\x02\x12\x12\n\x0eMEDIUM_STORAGE\x10\x03\x32g\n\x0c\x45ventService\x12W\n\x0eStreamKVEvents\x12 .kvdock.v1.StreamKVEventsRequest\x1a!.kvdock.v1.StreamKVEventsResponse0\x01\x42\x83\x01\n\x13io.github.kvdock.v1B\x0b\x45ventsProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvdock/v1/events.proto\x12\tkvdock.v1\x1a\x15kvdock/v1/types.proto\"\xba\x02\n\x15StreamKVEventsRequest\x12\"\n\x03now\x18\x01 \x01(\x0b\x32\x13.kvdock.v1.StartNowH\x00\x12\"\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x11.kvdock.v1.CursorH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvdock.v1.StartSnapshotH\x00\x12\x12\n\nnamespaces\x18\x04 \x03(\t\x12\x16\n\tgroup_idx\x18\x05 \x01(\rH\x01\x88\x01\x01\x12!\n\x06medium\x18\x06 \x01(\x0e\x32\x11.kvdock.v1.Medium\x12\x1c\n\x14progress_interval_ms\x18\x07 \x01(\r\x12\'\n\nlocalities\x18\x08 \x03(\x0e\x32\x13.kvdock.v1.LocalityB\x07\n\x05startB\x0c\n\n_group_idx\"\n\n\x08StartNow\"\x0f\n\rStartSnapshot\")\n\x06\x43ursor\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"\xf0\x01\n\x16StreamKVEventsResponse\x12!\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x11.kvdock.v1.Cursor\x12&\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x15.kvdock.v1.EventBatchH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvdock.v1.SnapshotPieceH\x00\x12\'\n\x08progress\x18\x04 \x01(\x0b\x32\x13.kvdock.v1.ProgressH\x00\x12)\n\tcompacted\x18\x05 \x01(\x0b\x32\x14.kvdock.v1.CompactedH\x00\x42\t\n\x07message\"?\n\nEventBatch\x12\x0f\n\x07unix_ms\x18\x01 \x01(\x04\x12 \n\x06\x65vents\x18\x02 \x03(\x0b\x32\x10.kvdock.v1.Event\"\xbb\x01\n\x05\x45vent\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12(\n\x06stored\x18\x02 \x01(\x0b\x32\x16.kvdock.v1.BlockStoredH\x00\x12*\n\x07removed\x18\x03 \x01(\x0b\x32\x17.kvdock.v1.BlockRemovedH\x00\x12.\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1b.kvdock.v1.AllBlocksClearedH\x00\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x42\x07\n\x05\x65vent\"\x82\x02\n\x0b\x42lockStored\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nparent_key\x18\x02 \x01(\x0c\x12\'\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x19.kvdock.v1.ChunkEventData\x12!\n\x06medium\x18\x04 \x01(\x0e\x32\x11.kvdock.v1.Medium\x12\x16\n\tgroup_idx\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\"\n\x04kind\x18\x06 \x01(\x0e\x32\x14.kvdock.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x07 \x01(\r\x12%\n\x08locality\x18\x08 \x01(\x0e\x32\x13.kvdock.v1.LocalityB\x0c\n\n_group_idx\"\xa1\x01\n\x0c\x42lockRemoved\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12!\n\x06medium\x18\x03 \x01(\x0e\x32\x11.kvdock.v1.Medium\x12\x16\n\tgroup_idx\x18\x04 \x01(\rH\x00\x88\x01\x01\x12%\n\x08locality\x18\x05 \x01(\x0e\x32\x13.kvdock.v1.LocalityB\x0c\n\n_group_idx\"\x12\n\x10\x41llBlocksCleared\"?\n\rSnapshotPiece\x12 \n\x06stored\x18\x01 \x03(\x0b\x32\x10.kvdock.v1.Event\x12\x0c\n\x04last\x18\x02 \x01(\x08\"\n\n\x08Progress\".\n\tCompacted\x12!\n\x06oldest\x18\x01 \x01(\x0b\x32\x11.kvdock.v1.Cursor*T\n\x06Medium\x12\x16\n\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x0e\n\nMEDIUM_GPU\x10\x01\x12\x0e\n\nMEDIUM_CPU\x10\x02\x12\x12\n\x0eMEDIUM_STORAGE\x10\x03*M\n\x08Locality\x12\x18\n\x14LOCALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eLOCALITY_LOCAL\x10\x01\x12\x13\n\x0fLOCALITY_REMOTE\x10\x02\x32l\n\x0c\x45ventService\x12\\\n\x0eStreamKVEvents\x12 .kvdock.v1.StreamKVEventsRequest\x1a!.kvdock.v1.StreamKVEventsResponse\"\x03\x90\x02\x01\x30\x01\x42\x83\x01\n\x13io.github.kvdock.v1B\x0b\x45ventsProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,38 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvdock.v1.events_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\023io.github.kvdock.v1B\013EventsProtoP\001Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\242\002\003KVD\252\002\tKVDock.V1\312\002\tKVDock\\V1\352\002\nKVDock::V1'
-  _globals['_MEDIUM']._serialized_start=1397
-  _globals['_MEDIUM']._serialized_end=1481
+  _globals['_EVENTSERVICE'].methods_by_name['StreamKVEvents']._loaded_options = None
+  _globals['_EVENTSERVICE'].methods_by_name['StreamKVEvents']._serialized_options = b'\220\002\001'
+  _globals['_MEDIUM']._serialized_start=1517
+  _globals['_MEDIUM']._serialized_end=1601
+  _globals['_LOCALITY']._serialized_start=1603
+  _globals['_LOCALITY']._serialized_end=1680
   _globals['_STREAMKVEVENTSREQUEST']._serialized_start=61
-  _globals['_STREAMKVEVENTSREQUEST']._serialized_end=334
-  _globals['_STARTNOW']._serialized_start=336
-  _globals['_STARTNOW']._serialized_end=346
-  _globals['_STARTSNAPSHOT']._serialized_start=348
-  _globals['_STARTSNAPSHOT']._serialized_end=363
-  _globals['_CURSOR']._serialized_start=365
-  _globals['_CURSOR']._serialized_end=406
-  _globals['_STREAMKVEVENTSRESPONSE']._serialized_start=409
-  _globals['_STREAMKVEVENTSRESPONSE']._serialized_end=649
-  _globals['_EVENTBATCH']._serialized_start=651
-  _globals['_EVENTBATCH']._serialized_end=714
-  _globals['_EVENT']._serialized_start=717
-  _globals['_EVENT']._serialized_end=904
-  _globals['_BLOCKSTORED']._serialized_start=907
-  _globals['_BLOCKSTORED']._serialized_end=1126
-  _globals['_BLOCKREMOVED']._serialized_start=1128
-  _globals['_BLOCKREMOVED']._serialized_end=1250
-  _globals['_ALLBLOCKSCLEARED']._serialized_start=1252
-  _globals['_ALLBLOCKSCLEARED']._serialized_end=1270
-  _globals['_SNAPSHOTPIECE']._serialized_start=1272
-  _globals['_SNAPSHOTPIECE']._serialized_end=1335
-  _globals['_PROGRESS']._serialized_start=1337
-  _globals['_PROGRESS']._serialized_end=1347
-  _globals['_COMPACTED']._serialized_start=1349
-  _globals['_COMPACTED']._serialized_end=1395
-  _globals['_EVENTSERVICE']._serialized_start=1483
-  _globals['_EVENTSERVICE']._serialized_end=1586
+  _globals['_STREAMKVEVENTSREQUEST']._serialized_end=375
+  _globals['_STARTNOW']._serialized_start=377
+  _globals['_STARTNOW']._serialized_end=387
+  _globals['_STARTSNAPSHOT']._serialized_start=389
+  _globals['_STARTSNAPSHOT']._serialized_end=404
+  _globals['_CURSOR']._serialized_start=406
+  _globals['_CURSOR']._serialized_end=447
+  _globals['_STREAMKVEVENTSRESPONSE']._serialized_start=450
+  _globals['_STREAMKVEVENTSRESPONSE']._serialized_end=690
+  _globals['_EVENTBATCH']._serialized_start=692
+  _globals['_EVENTBATCH']._serialized_end=755
+  _globals['_EVENT']._serialized_start=758
+  _globals['_EVENT']._serialized_end=945
+  _globals['_BLOCKSTORED']._serialized_start=948
+  _globals['_BLOCKSTORED']._serialized_end=1206
+  _globals['_BLOCKREMOVED']._serialized_start=1209
+  _globals['_BLOCKREMOVED']._serialized_end=1370
+  _globals['_ALLBLOCKSCLEARED']._serialized_start=1372
+  _globals['_ALLBLOCKSCLEARED']._serialized_end=1390
+  _globals['_SNAPSHOTPIECE']._serialized_start=1392
+  _globals['_SNAPSHOTPIECE']._serialized_end=1455
+  _globals['_PROGRESS']._serialized_start=1457
+  _globals['_PROGRESS']._serialized_end=1467
+  _globals['_COMPACTED']._serialized_start=1469
+  _globals['_COMPACTED']._serialized_end=1515
+  _globals['_EVENTSERVICE']._serialized_start=1682
+  _globals['_EVENTSERVICE']._serialized_end=1790
 # @@protoc_insertion_point(module_scope)

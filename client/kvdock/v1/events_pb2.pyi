@@ -48,6 +48,30 @@ MEDIUM_STORAGE: Medium.ValueType  # 3
 """A disk or object store."""
 Global___Medium: typing_extensions.TypeAlias = Medium
 
+class _Locality:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LocalityEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Locality.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LOCALITY_UNSPECIFIED: _Locality.ValueType  # 0
+    """In an event: as LOCAL. In a request: refused."""
+    LOCALITY_LOCAL: _Locality.ValueType  # 1
+    """On the server's host."""
+    LOCALITY_REMOTE: _Locality.ValueType  # 2
+    """On another host, or in a store that several hosts share. A Lookup can have it fetched."""
+
+class Locality(_Locality, metaclass=_LocalityEnumTypeWrapper):
+    """On whose host bytes are. The names are vLLM's."""
+
+LOCALITY_UNSPECIFIED: Locality.ValueType  # 0
+"""In an event: as LOCAL. In a request: refused."""
+LOCALITY_LOCAL: Locality.ValueType  # 1
+"""On the server's host."""
+LOCALITY_REMOTE: Locality.ValueType  # 2
+"""On another host, or in a store that several hosts share. A Lookup can have it fetched."""
+Global___Locality: typing_extensions.TypeAlias = Locality
+
 @typing.final
 class StreamKVEventsRequest(google.protobuf.message.Message):
     """Where to begin and what to send."""
@@ -61,6 +85,7 @@ class StreamKVEventsRequest(google.protobuf.message.Message):
     GROUP_IDX_FIELD_NUMBER: builtins.int
     MEDIUM_FIELD_NUMBER: builtins.int
     PROGRESS_INTERVAL_MS_FIELD_NUMBER: builtins.int
+    LOCALITIES_FIELD_NUMBER: builtins.int
     group_idx: builtins.int
     """Only parts of this group, and AllBlocksCleared. Absent: all."""
     medium: Global___Medium.ValueType
@@ -87,6 +112,13 @@ class StreamKVEventsRequest(google.protobuf.message.Message):
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Only these namespaces, at most 4,096. Empty: all."""
 
+    @property
+    def localities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Locality.ValueType]:
+        """Only parts of these localities, and AllBlocksCleared. Empty: LOCAL only, so that a reader that knows
+        nothing of localities never hears of one part on one medium twice. At most 8. A value that the
+        server does not know is refused with INVALID_ARGUMENT.
+        """
+
     def __init__(
         self,
         *,
@@ -97,9 +129,10 @@ class StreamKVEventsRequest(google.protobuf.message.Message):
         group_idx: builtins.int | None = ...,
         medium: Global___Medium.ValueType = ...,
         progress_interval_ms: builtins.int = ...,
+        localities: collections.abc.Iterable[Global___Locality.ValueType] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "after", b"after", "group_idx", b"group_idx", "now", b"now", "snapshot", b"snapshot", "start", b"start"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "after", b"after", "group_idx", b"group_idx", "medium", b"medium", "namespaces", b"namespaces", "now", b"now", "progress_interval_ms", b"progress_interval_ms", "snapshot", b"snapshot", "start", b"start"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "after", b"after", "group_idx", b"group_idx", "localities", b"localities", "medium", b"medium", "namespaces", b"namespaces", "now", b"now", "progress_interval_ms", b"progress_interval_ms", "snapshot", b"snapshot", "start", b"start"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
     @typing.overload
@@ -282,6 +315,7 @@ class BlockStored(google.protobuf.message.Message):
     GROUP_IDX_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     WINDOW_TOKENS_FIELD_NUMBER: builtins.int
+    LOCALITY_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     """The chunk's key."""
     parent_key: builtins.bytes
@@ -294,6 +328,10 @@ class BlockStored(google.protobuf.message.Message):
     """The group's kind."""
     window_tokens: builtins.int
     """The group's window in tokens, or 0."""
+    locality: Global___Locality.ValueType
+    """On whose host. UNSPECIFIED: as LOCAL. A reader that does not know the value takes no notice of the
+    event but for its number, as with medium.
+    """
     @property
     def data(self) -> kvdock.v1.types_pb2.ChunkEventData:
         """What the storing engine told of it. Absent if it told nothing."""
@@ -308,9 +346,10 @@ class BlockStored(google.protobuf.message.Message):
         group_idx: builtins.int | None = ...,
         kind: kvdock.v1.types_pb2.GroupKind.ValueType = ...,
         window_tokens: builtins.int = ...,
+        locality: Global___Locality.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "data", b"data", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "data", b"data", "group_idx", b"group_idx", "key", b"key", "kind", b"kind", "medium", b"medium", "parent_key", b"parent_key", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "data", b"data", "group_idx", b"group_idx", "key", b"key", "kind", b"kind", "locality", b"locality", "medium", b"medium", "parent_key", b"parent_key", "window_tokens", b"window_tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___BlockStored: typing_extensions.TypeAlias = BlockStored
@@ -325,12 +364,15 @@ class BlockRemoved(google.protobuf.message.Message):
     BLOCK_HASHES_FIELD_NUMBER: builtins.int
     MEDIUM_FIELD_NUMBER: builtins.int
     GROUP_IDX_FIELD_NUMBER: builtins.int
+    LOCALITY_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     """The chunk's key."""
     medium: Global___Medium.ValueType
     """Where it was, and is no longer."""
     group_idx: builtins.int
     """The group. Absent and 0 are different."""
+    locality: Global___Locality.ValueType
+    """On whose host. UNSPECIFIED: as LOCAL."""
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """The engine's hashes of its blocks, as they were announced. None if none were."""
@@ -342,9 +384,10 @@ class BlockRemoved(google.protobuf.message.Message):
         block_hashes: collections.abc.Iterable[builtins.bytes] | None = ...,
         medium: Global___Medium.ValueType = ...,
         group_idx: builtins.int | None = ...,
+        locality: Global___Locality.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_hashes", b"block_hashes", "group_idx", b"group_idx", "key", b"key", "medium", b"medium"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_hashes", b"block_hashes", "group_idx", b"group_idx", "key", b"key", "locality", b"locality", "medium", b"medium"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___BlockRemoved: typing_extensions.TypeAlias = BlockRemoved

@@ -59,7 +59,7 @@ class EventServiceServicer(object):
         media. It is announced on each of them for itself, and what follows is true for each medium: a
         parent is announced before its children and removed after them, and a part is announced removed
         once if it was announced stored, and not otherwise. So a reader knows an entry by namespace, key,
-        group_idx and medium. Events of parts without event data carry keys only.
+        group_idx and medium, and if it asks for more than LOCAL, by its locality. Events of parts without event data carry keys only.
 
         INVALID_ARGUMENT if after has a sequence number that this server has not given yet.
         DEADLINE_EXCEEDED if the reader takes nothing for 30 seconds; it may resume from its cursor.

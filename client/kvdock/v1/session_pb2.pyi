@@ -70,7 +70,7 @@ class SessionRequest(google.protobuf.message.Message):
     AWAIT_FILL_FIELD_NUMBER: builtins.int
     SENT_MS_FIELD_NUMBER: builtins.int
     id: builtins.int
-    """Comes back in the answer. Any number."""
+    """Comes back in the answer. Any number; 0 makes answers look like messages that answer nothing."""
     sent_ms: builtins.int
     """When the client made the request, on the server's clock as SessionResponse.answered_ms tells it.
     A request may wait long before the server reads it: timeout_ms of Lookup and of Reserve counts
@@ -168,9 +168,12 @@ class SessionResponse(google.protobuf.message.Message):
     RETRIEVE_FIELD_NUMBER: builtins.int
     REGISTER_MEMORY_FIELD_NUMBER: builtins.int
     AWAIT_FILL_FIELD_NUMBER: builtins.int
+    ARRIVED_FIELD_NUMBER: builtins.int
     ANSWERED_MS_FIELD_NUMBER: builtins.int
     id: builtins.int
-    """Of the request."""
+    """Of the request. 0: an answer to none, which the server sends by itself. A client that does not know
+    what it says takes no notice of it.
+    """
     answered_ms: builtins.int
     """When the server sent this, in milliseconds on a clock of its own that begins anywhere and never
     goes back. An answer that came at b to a request sent at a, both on the client's clock, proves
@@ -231,6 +234,12 @@ class SessionResponse(google.protobuf.message.Message):
     def await_fill(self) -> kvdock.v1.cache_pb2.AwaitFillResponse:
         """To await_fill."""
 
+    @property
+    def arrived(self) -> Global___Arrived:
+        """To nothing, with id 0: what an earlier Lookup had begun to fetch. From 100 on are messages that
+        answer nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -248,13 +257,53 @@ class SessionResponse(google.protobuf.message.Message):
         retrieve: kvdock.v1.cache_pb2.RetrieveResponse | None = ...,
         register_memory: Global___RegisterMemoryResponse | None = ...,
         await_fill: kvdock.v1.cache_pb2.AwaitFillResponse | None = ...,
+        arrived: Global___Arrived | None = ...,
         answered_ms: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "await_fill", b"await_fill", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "answered_ms", b"answered_ms", "await_fill", b"await_fill", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["error", "open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory", "await_fill"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "arrived", b"arrived", "await_fill", b"await_fill", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "answered_ms", b"answered_ms", "arrived", b"arrived", "await_fill", b"await_fill", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["error", "open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory", "await_fill", "arrived"] | None: ...
 
 Global___SessionResponse: typing_extensions.TypeAlias = SessionResponse
+
+@typing.final
+class Arrived(google.protobuf.message.Message):
+    """What became of the chunks that a Lookup with wait_ms had begun to fetch (LookupResponse.coming_chunks).
+    Sent once for such a Lookup, without having been asked for, when all are in the pool, or as many as
+    come in time. Only a server with the feature "tiers" sends it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    HIT_CHUNKS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    CUT_SHORT_FIELD_NUMBER: builtins.int
+    lease_id: builtins.int
+    """The lease of that Lookup. It holds the locks on the chunks below, too."""
+    hit_chunks: builtins.int
+    """How many of the prompt's chunks, from the first on, can be had now: at least the hit_chunks of the
+    LookupResponse, at most coming_chunks more.
+    """
+    cut_short: builtins.str
+    """Why fewer chunks came than were promised, for a log line. Empty if all came."""
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.cache_pb2.GroupHit]:
+        """For each group what must be loaded now. It takes the place of LookupResponse.groups. Empty if
+        hit_chunks is 0; then the lease has ended.
+        """
+
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.int = ...,
+        hit_chunks: builtins.int = ...,
+        groups: collections.abc.Iterable[kvdock.v1.cache_pb2.GroupHit] | None = ...,
+        cut_short: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cut_short", b"cut_short", "groups", b"groups", "hit_chunks", b"hit_chunks", "lease_id", b"lease_id"]) -> None: ...
+
+Global___Arrived: typing_extensions.TypeAlias = Arrived
 
 @typing.final
 class OpenRequest(google.protobuf.message.Message):
@@ -268,6 +317,7 @@ class OpenRequest(google.protobuf.message.Message):
     KV_WORKER_ID_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
     CLIENT_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """The engine, the same for all of its processes and different from every other engine's. 1 to
     256 characters.
@@ -282,6 +332,13 @@ class OpenRequest(google.protobuf.message.Message):
     """Silence after which the session expires. 0 means 30,000; from 1,000 to 600,000."""
     client: builtins.str
     """Program and version, for listings. At most 256 characters."""
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the client does beyond the first version of the protocol, so that the server may rely on it.
+        Names as in OpenResponse.features; the server takes no notice of those that it does not know. At
+        most 64, of at most 64 characters each. Empty: nothing. No name has a meaning yet.
+        """
+
     def __init__(
         self,
         *,
@@ -291,8 +348,9 @@ class OpenRequest(google.protobuf.message.Message):
         kv_worker_id: builtins.int = ...,
         ttl_ms: builtins.int = ...,
         client: builtins.str = ...,
+        features: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "engine_id", b"engine_id", "kv_worker_id", b"kv_worker_id", "role", b"role", "ttl_ms", b"ttl_ms", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "engine_id", b"engine_id", "features", b"features", "kv_worker_id", b"kv_worker_id", "role", b"role", "ttl_ms", b"ttl_ms", "worker_id", b"worker_id"]) -> None: ...
 
 Global___OpenRequest: typing_extensions.TypeAlias = OpenRequest
 
@@ -311,6 +369,7 @@ class OpenResponse(google.protobuf.message.Message):
     GUARD_FIELD_NUMBER: builtins.int
     EVENT_LOG_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     """The session's public name, in Status, logs and errors; good for nothing else. Below 2^53."""
     epoch: builtins.int
@@ -338,6 +397,17 @@ class OpenResponse(google.protobuf.message.Message):
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.Segment]:
         """The pool, for those who can map it."""
 
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the server does that not every server of v1 does. A client looks here before it relies on a
+        field or a call that came later or that depends on the server's settings, and takes no notice of
+        names that it does not know. In any order, each once. The names so far:
+          event_log    the server keeps an event log: EventService.StreamKVEvents answers
+          tiers        the server keeps chunks on more media than its pool, and fetches them for a Lookup
+                       with wait_ms. Without it LookupResponse.coming_chunks is always 0, no Arrived is sent,
+                       StatusResponse.tiers is empty, and every event is of medium CPU and LOCAL.
+        """
+
     def __init__(
         self,
         *,
@@ -350,8 +420,9 @@ class OpenResponse(google.protobuf.message.Message):
         guard: builtins.int = ...,
         event_log: builtins.bool = ...,
         session_token: builtins.bytes = ...,
+        features: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "event_log", b"event_log", "guard", b"guard", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "session_token", b"session_token", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "event_log", b"event_log", "features", b"features", "guard", b"guard", "segments", b"segments", "server_version", b"server_version", "session_id", b"session_id", "session_token", b"session_token", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___OpenResponse: typing_extensions.TypeAlias = OpenResponse
 

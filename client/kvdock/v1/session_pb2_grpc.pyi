@@ -69,7 +69,10 @@ class SessionServiceStub(typing.Generic[_SessionServiceSessionType]):
     Answers may overtake one another; Lookup, FreeLocks, Reserve, Commit and Abort are carried out
     in the order in which they are sent.
 
-    A request that fails answers with an Error; the stream goes on. The stream itself ends with
+    A request that fails answers with an Error; the stream goes on. So it does for a request of a kind
+    that the server does not know: UNIMPLEMENTED (UNKNOWN_REQUEST), and for one of more than 4 MiB, if
+    gRPC lets the server see it: RESOURCE_EXHAUSTED (MESSAGE_TOO_LARGE). The server reads of such a
+    message only the id, if that comes first, and answers with id 0 if not. The stream itself ends with
     INVALID_ARGUMENT if the first message is not a valid open or any message cannot be decoded,
     DEADLINE_EXCEEDED (STALLED) if no first message comes, and UNAVAILABLE (DRAINING) when the server
     stops.
@@ -104,7 +107,10 @@ class SessionServiceServicer(metaclass=abc.ABCMeta):
         Answers may overtake one another; Lookup, FreeLocks, Reserve, Commit and Abort are carried out
         in the order in which they are sent.
 
-        A request that fails answers with an Error; the stream goes on. The stream itself ends with
+        A request that fails answers with an Error; the stream goes on. So it does for a request of a kind
+        that the server does not know: UNIMPLEMENTED (UNKNOWN_REQUEST), and for one of more than 4 MiB, if
+        gRPC lets the server see it: RESOURCE_EXHAUSTED (MESSAGE_TOO_LARGE). The server reads of such a
+        message only the id, if that comes first, and answers with id 0 if not. The stream itself ends with
         INVALID_ARGUMENT if the first message is not a valid open or any message cannot be decoded,
         DEADLINE_EXCEEDED (STALLED) if no first message comes, and UNAVAILABLE (DRAINING) when the server
         stops.

@@ -15,7 +15,12 @@ Words, which mean one thing each in every message, event and listing:
 Conventions of the whole protocol:
 
   * Sizes and offsets are bytes, times are milliseconds, unless a field says otherwise.
-  * A message never exceeds 4 MiB; what is larger is streamed.
+  * A message never exceeds 4 MiB (4,194,304 bytes, encoded); what is larger is streamed. A client
+    of Reserve, Store or Put whose keys and event data would be more splits the call: the first of
+    the chunks that fit, then the next with the last of these as parent_key. A larger message is
+    refused with RESOURCE_EXHAUSTED (MESSAGE_TOO_LARGE), and a session goes on. But one of more than
+    32 MiB is refused by gRPC itself, without reason, and ends the whole stream: look at the size
+    before sending.
   * Zero or absent means what the field's comment says it means; where it says nothing, zero
     is an ordinary value.
   * An empty request, of which no field is set, does nothing, or only reads, or is refused: nothing
@@ -30,8 +35,14 @@ Conventions of the whole protocol:
     gain fields.
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
     2^53 - 1: JavaScript, for one, holds no larger integer exactly.
+  * Each call has an idempotency_level. Only what is IDEMPOTENT or has NO_SIDE_EFFECTS may be repeated
+    by a proxy or a library; docs/protocol.md says for every call what a client does when its answer
+    was lost.
   * A failed call answers with a gRPC status code, a message that says what to do, and a
-    google.rpc.ErrorInfo of domain "kvdock" whose reason is one of the names listed at Error.
+    google.rpc.Status in the trailer grpc-status-details-bin. That has a google.rpc.ErrorInfo of
+    domain "kvdock" (reason: the name of an ErrorReason; metadata: as in Error.metadata) and, where
+    waiting helps, a google.rpc.RetryInfo. google/rpc/error_details.proto stands beside this
+    folder.
 """
 
 import builtins
@@ -169,6 +180,181 @@ CHUNK_STATUS_NOT_LOCKED: ChunkStatus.ValueType  # 8
 CHUNK_STATUS_FAILED: ChunkStatus.ValueType  # 9
 """The copy failed, or was given up before its end. Nothing became visible."""
 Global___ChunkStatus: typing_extensions.TypeAlias = ChunkStatus
+
+class _ErrorReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ErrorReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
+    """Never sent."""
+    ERROR_REASON_INVALID_ARGUMENT_VALUE: _ErrorReason.ValueType  # 1
+    """INVALID_ARGUMENT. A field is out of its limits, or a message cannot be decoded. A fault of the
+    client: do not repeat it. Metadata: field, limit.
+    """
+    ERROR_REASON_CHUNK_TOO_LARGE: _ErrorReason.ValueType  # 2
+    """INVALID_ARGUMENT. No memory of this server could ever hold the chunk. Store such chunks nowhere,
+    or start the server with more memory. Metadata: limit, in bytes.
+    """
+    ERROR_REASON_WRONG_LENGTH: _ErrorReason.ValueType  # 3
+    """INVALID_ARGUMENT. The bytes that were sent differ from the shard's size. A fault of the client:
+    compare what it sends with what the namespace says. Metadata: limit, in bytes.
+    """
+    ERROR_REASON_UNKNOWN_NAMESPACE: _ErrorReason.ValueType  # 4
+    """NOT_FOUND. The namespace is not registered here. Register it, then repeat the call. Metadata:
+    namespace.
+    """
+    ERROR_REASON_UNKNOWN_LEASE: _ErrorReason.ValueType  # 5
+    """NOT_FOUND. The lease ended, or is of an earlier epoch. Look up again. Metadata: lease_id."""
+    ERROR_REASON_UNKNOWN_RESERVATION: _ErrorReason.ValueType  # 6
+    """NOT_FOUND. The reservation is not open: it was committed or aborted, or its session ended.
+    Reserve again what is still to be stored. Metadata: reservation_id.
+    """
+    ERROR_REASON_UNKNOWN_SESSION: _ErrorReason.ValueType  # 7
+    """NOT_FOUND. No open session has this token. Open a session."""
+    ERROR_REASON_FOREIGN_LEASE: _ErrorReason.ValueType  # 8
+    """PERMISSION_DENIED. The lease belongs to another engine. A fault of the client: use a session of
+    the engine that looked up. Metadata: lease_id.
+    """
+    ERROR_REASON_FOREIGN_RESERVATION: _ErrorReason.ValueType  # 9
+    """PERMISSION_DENIED. The reservation belongs to another session. A fault of the client.
+    Metadata: reservation_id.
+    """
+    ERROR_REASON_NAMESPACE_CONFLICT: _ErrorReason.ValueType  # 10
+    """FAILED_PRECONDITION. The namespace was registered before with other contents. What differs must
+    be part of the name. Metadata: namespace.
+    """
+    ERROR_REASON_SESSION_EXPIRED: _ErrorReason.ValueType  # 11
+    """FAILED_PRECONDITION. The session was silent for longer than its TTL, and lost what it held. Open
+    another. Metadata: session_id; limit, the TTL in milliseconds.
+    """
+    ERROR_REASON_SESSION_REQUIRED: _ErrorReason.ValueType  # 12
+    """FAILED_PRECONDITION. The call needs a session. Open one, and use its stream or its token."""
+    ERROR_REASON_WRONG_MODE: _ErrorReason.ValueType  # 13
+    """FAILED_PRECONDITION. The session's transfer mode has no such call. Use the calls of its mode.
+    Metadata: session_id.
+    """
+    ERROR_REASON_DEVICE_MEMORY: _ErrorReason.ValueType  # 14
+    """FAILED_PRECONDITION. Device memory could not be opened, is not registered, or failed. Register it
+    again; the answer says what is left to do. Metadata: namespace, session_id.
+    """
+    ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 15
+    """UNAVAILABLE. The server is stopping and takes nothing new. Go on without it, and connect again
+    after the delay that the error tells.
+    """
+    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 16
+    """INTERNAL. A fault of the server. Go on without this call, and report what the server logged."""
+    ERROR_REASON_NO_EVENT_LOG: _ErrorReason.ValueType  # 17
+    """UNIMPLEMENTED. The server keeps no event log. Start it with one."""
+    ERROR_REASON_TOO_MANY_NAMESPACES: _ErrorReason.ValueType  # 18
+    """RESOURCE_EXHAUSTED. As many namespaces as there may be have something stored in them. Clear one.
+    Metadata: limit.
+    """
+    ERROR_REASON_STALLED: _ErrorReason.ValueType  # 19
+    """DEADLINE_EXCEEDED. The other side of a stream did nothing for too long. Begin again."""
+    ERROR_REASON_TOO_LATE: _ErrorReason.ValueType  # 20
+    """DEADLINE_EXCEEDED. The request was read after its timeout_ms, and nothing was done: the server,
+    or the client, is overloaded. Ask less, and again at the earliest after the delay that the error
+    tells. Metadata: limit, the timeout_ms.
+    """
+    ERROR_REASON_UNKNOWN_REQUEST: _ErrorReason.ValueType  # 21
+    """UNIMPLEMENTED. A session request of a kind that this server does not know: its client is newer. Do
+    without it, and look at the server's features first. Metadata: request, the number of its field in
+    SessionRequest.
+    """
+    ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 22
+    """RESOURCE_EXHAUSTED. A message of more than 4 MiB. Split the call. Metadata: limit, in bytes."""
+
+class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
+    """Why a request failed, for programs. Each value's comment begins with the google.rpc.Code that it
+    comes with.
+
+    On the wire a reason is its name without the prefix ERROR_REASON_: in Error.reason, and in
+    google.rpc.ErrorInfo.reason. So ERROR_REASON_DRAINING is "DRAINING" there. A client that meets a
+    reason that it does not know goes by the code. An error without a reason is not the server's but
+    gRPC's.
+    """
+
+ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
+"""Never sent."""
+ERROR_REASON_INVALID_ARGUMENT_VALUE: ErrorReason.ValueType  # 1
+"""INVALID_ARGUMENT. A field is out of its limits, or a message cannot be decoded. A fault of the
+client: do not repeat it. Metadata: field, limit.
+"""
+ERROR_REASON_CHUNK_TOO_LARGE: ErrorReason.ValueType  # 2
+"""INVALID_ARGUMENT. No memory of this server could ever hold the chunk. Store such chunks nowhere,
+or start the server with more memory. Metadata: limit, in bytes.
+"""
+ERROR_REASON_WRONG_LENGTH: ErrorReason.ValueType  # 3
+"""INVALID_ARGUMENT. The bytes that were sent differ from the shard's size. A fault of the client:
+compare what it sends with what the namespace says. Metadata: limit, in bytes.
+"""
+ERROR_REASON_UNKNOWN_NAMESPACE: ErrorReason.ValueType  # 4
+"""NOT_FOUND. The namespace is not registered here. Register it, then repeat the call. Metadata:
+namespace.
+"""
+ERROR_REASON_UNKNOWN_LEASE: ErrorReason.ValueType  # 5
+"""NOT_FOUND. The lease ended, or is of an earlier epoch. Look up again. Metadata: lease_id."""
+ERROR_REASON_UNKNOWN_RESERVATION: ErrorReason.ValueType  # 6
+"""NOT_FOUND. The reservation is not open: it was committed or aborted, or its session ended.
+Reserve again what is still to be stored. Metadata: reservation_id.
+"""
+ERROR_REASON_UNKNOWN_SESSION: ErrorReason.ValueType  # 7
+"""NOT_FOUND. No open session has this token. Open a session."""
+ERROR_REASON_FOREIGN_LEASE: ErrorReason.ValueType  # 8
+"""PERMISSION_DENIED. The lease belongs to another engine. A fault of the client: use a session of
+the engine that looked up. Metadata: lease_id.
+"""
+ERROR_REASON_FOREIGN_RESERVATION: ErrorReason.ValueType  # 9
+"""PERMISSION_DENIED. The reservation belongs to another session. A fault of the client.
+Metadata: reservation_id.
+"""
+ERROR_REASON_NAMESPACE_CONFLICT: ErrorReason.ValueType  # 10
+"""FAILED_PRECONDITION. The namespace was registered before with other contents. What differs must
+be part of the name. Metadata: namespace.
+"""
+ERROR_REASON_SESSION_EXPIRED: ErrorReason.ValueType  # 11
+"""FAILED_PRECONDITION. The session was silent for longer than its TTL, and lost what it held. Open
+another. Metadata: session_id; limit, the TTL in milliseconds.
+"""
+ERROR_REASON_SESSION_REQUIRED: ErrorReason.ValueType  # 12
+"""FAILED_PRECONDITION. The call needs a session. Open one, and use its stream or its token."""
+ERROR_REASON_WRONG_MODE: ErrorReason.ValueType  # 13
+"""FAILED_PRECONDITION. The session's transfer mode has no such call. Use the calls of its mode.
+Metadata: session_id.
+"""
+ERROR_REASON_DEVICE_MEMORY: ErrorReason.ValueType  # 14
+"""FAILED_PRECONDITION. Device memory could not be opened, is not registered, or failed. Register it
+again; the answer says what is left to do. Metadata: namespace, session_id.
+"""
+ERROR_REASON_DRAINING: ErrorReason.ValueType  # 15
+"""UNAVAILABLE. The server is stopping and takes nothing new. Go on without it, and connect again
+after the delay that the error tells.
+"""
+ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 16
+"""INTERNAL. A fault of the server. Go on without this call, and report what the server logged."""
+ERROR_REASON_NO_EVENT_LOG: ErrorReason.ValueType  # 17
+"""UNIMPLEMENTED. The server keeps no event log. Start it with one."""
+ERROR_REASON_TOO_MANY_NAMESPACES: ErrorReason.ValueType  # 18
+"""RESOURCE_EXHAUSTED. As many namespaces as there may be have something stored in them. Clear one.
+Metadata: limit.
+"""
+ERROR_REASON_STALLED: ErrorReason.ValueType  # 19
+"""DEADLINE_EXCEEDED. The other side of a stream did nothing for too long. Begin again."""
+ERROR_REASON_TOO_LATE: ErrorReason.ValueType  # 20
+"""DEADLINE_EXCEEDED. The request was read after its timeout_ms, and nothing was done: the server,
+or the client, is overloaded. Ask less, and again at the earliest after the delay that the error
+tells. Metadata: limit, the timeout_ms.
+"""
+ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 21
+"""UNIMPLEMENTED. A session request of a kind that this server does not know: its client is newer. Do
+without it, and look at the server's features first. Metadata: request, the number of its field in
+SessionRequest.
+"""
+ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 22
+"""RESOURCE_EXHAUSTED. A message of more than 4 MiB. Split the call. Metadata: limit, in bytes."""
+Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final
 class Namespace(google.protobuf.message.Message):
@@ -495,44 +681,59 @@ class Error(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class MetadataEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     CODE_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
+    RETRY_MS_FIELD_NUMBER: builtins.int
     code: builtins.int
     """A google.rpc.Code other than OK."""
     message: builtins.str
-    """What happened, which value, what to do."""
+    """What happened, which value, what to do. One line, for people."""
     reason: builtins.str
-    """For programs. One of
-      INVALID_ARGUMENT_VALUE  a field is out of its limits
-      UNKNOWN_NAMESPACE       register the namespace, then repeat
-      NAMESPACE_CONFLICT      registered before with other contents
-      UNKNOWN_SESSION         no open session has this token: open one
-      SESSION_EXPIRED         it was silent for longer than its TTL: open another
-      SESSION_REQUIRED        the call needs a session
-      FOREIGN_LEASE           the lease belongs to another engine
-      UNKNOWN_LEASE           the lease ended, or is of an earlier epoch
-      UNKNOWN_RESERVATION     committed, aborted, or its session ended
-      FOREIGN_RESERVATION     the reservation belongs to another session
-      CHUNK_TOO_LARGE         no memory of this server could ever hold it
-      WRONG_LENGTH            bytes sent differ from the shard's size
-      WRONG_MODE              the session's transfer mode has no such call
-      DEVICE_MEMORY           device memory could not be opened, is not registered, or failed:
-                              register it again, which says what is left to do
-      TOO_MANY_NAMESPACES     clear one of those that hold something
-      STALLED                 the other side of a stream did nothing for too long
-      TOO_LATE                the request was read after its timeout_ms: nothing was done
-      DRAINING                the server is stopping and takes nothing new
-      NO_EVENT_LOG            the server keeps no event log: start it with one
-      INTERNAL                a fault of the server
+    """For programs: the name of an ErrorReason without its prefix."""
+    retry_ms: builtins.int
+    """After how many milliseconds the same request may succeed, as google.rpc.RetryInfo has it in a
+    call. 0: not told; waiting alone does not help.
     """
+    @property
+    def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """What the error is about, for programs, as google.rpc.ErrorInfo.metadata has it in a call. Numbers
+        are written in decimal. Which of these keys an error has stands at its reason; each may be absent:
+          field           name of the field that is out of its limits
+          limit           what it may be at most, or must be
+          namespace       registered name, or the one asked for
+          request         number of a field of SessionRequest
+          lease_id, reservation_id, session_id
+                          the id asked for; of a session its public one
+        A value has at most 256 characters. A client takes no notice of keys that it does not know.
+        """
+
     def __init__(
         self,
         *,
         code: builtins.int = ...,
         message: builtins.str = ...,
         reason: builtins.str = ...,
+        metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        retry_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "message", b"message", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_ms", b"retry_ms"]) -> None: ...
 
 Global___Error: typing_extensions.TypeAlias = Error

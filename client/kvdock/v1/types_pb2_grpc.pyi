@@ -15,7 +15,12 @@ Words, which mean one thing each in every message, event and listing:
 Conventions of the whole protocol:
 
   * Sizes and offsets are bytes, times are milliseconds, unless a field says otherwise.
-  * A message never exceeds 4 MiB; what is larger is streamed.
+  * A message never exceeds 4 MiB (4,194,304 bytes, encoded); what is larger is streamed. A client
+    of Reserve, Store or Put whose keys and event data would be more splits the call: the first of
+    the chunks that fit, then the next with the last of these as parent_key. A larger message is
+    refused with RESOURCE_EXHAUSTED (MESSAGE_TOO_LARGE), and a session goes on. But one of more than
+    32 MiB is refused by gRPC itself, without reason, and ends the whole stream: look at the size
+    before sending.
   * Zero or absent means what the field's comment says it means; where it says nothing, zero
     is an ordinary value.
   * An empty request, of which no field is set, does nothing, or only reads, or is refused: nothing
@@ -30,8 +35,14 @@ Conventions of the whole protocol:
     gain fields.
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
     2^53 - 1: JavaScript, for one, holds no larger integer exactly.
+  * Each call has an idempotency_level. Only what is IDEMPOTENT or has NO_SIDE_EFFECTS may be repeated
+    by a proxy or a library; docs/protocol.md says for every call what a client does when its answer
+    was lost.
   * A failed call answers with a gRPC status code, a message that says what to do, and a
-    google.rpc.ErrorInfo of domain "kvdock" whose reason is one of the names listed at Error.
+    google.rpc.Status in the trailer grpc-status-details-bin. That has a google.rpc.ErrorInfo of
+    domain "kvdock" (reason: the name of an ErrorReason; metadata: as in Error.metadata) and, where
+    waiting helps, a google.rpc.RetryInfo. google/rpc/error_details.proto stands beside this
+    folder.
 """
 
 import abc

@@ -187,11 +187,19 @@ class Core:
             self._refuse_when_draining()
         _check_keys(keys)
         if readers > MAX_READERS:
-            raise invalid(f"readers {readers}: at most {MAX_READERS}, 0 means 1")
+            raise invalid(
+                f"readers {readers}: at most {MAX_READERS}, 0 means 1", "readers", MAX_READERS
+            )
         if session is not None and ttl_ms:
-            raise invalid(f"ttl_ms {ttl_ms} with a session: the lease lives as long as that")
+            raise invalid(
+                f"ttl_ms {ttl_ms} with a session: the lease lives as long as that", "ttl_ms"
+            )
         if ttl_ms > MAX_LEASE_TTL_MS:
-            raise invalid(f"ttl_ms {ttl_ms}: at most {MAX_LEASE_TTL_MS}, 0 means 30,000")
+            raise invalid(
+                f"ttl_ms {ttl_ms}: at most {MAX_LEASE_TTL_MS}, 0 means 30,000",
+                "ttl_ms",
+                MAX_LEASE_TTL_MS,
+            )
         space = self.index.space(namespace)
         spans = self.index.find(space, keys)
         groups = space.namespace.groups
@@ -221,7 +229,9 @@ class Core:
         A worker's session frees the locks of its own reader only, whichever reader is named.
         """
         if len(ranges) > MAX_LOCK_RANGES:
-            raise invalid(f"{len(ranges)} lock ranges: at most {MAX_LOCK_RANGES}")
+            raise invalid(
+                f"{len(ranges)} lock ranges: at most {MAX_LOCK_RANGES}", "locks", MAX_LOCK_RANGES
+            )
         # All ranges are checked before any lock is freed: a call that fails changes nothing.
         leases = [self._lease(session, wanted.lease_id) for wanted in ranges]
         positions = [
@@ -256,6 +266,7 @@ class Core:
             raise RequestError(
                 Reason.UNKNOWN_LEASE,
                 f"lease {chunks.lease_id} ended or is of an earlier epoch: look up again",
+                lease_id=chunks.lease_id,
             )
         worker = session if session is not None and session.role is Role.WORKER else None
         if worker and (shard, reader) != (worker.kv_worker_id, worker.worker_id):
@@ -295,12 +306,20 @@ class Core:
         self._refuse_when_draining()
         _check_keys(keys)
         if len(parent_key) not in (0, KEY_BYTES):
-            raise invalid(f"parent_key of {len(parent_key)} bytes: {KEY_BYTES}, or none")
+            raise invalid(
+                f"parent_key of {len(parent_key)} bytes: {KEY_BYTES}, or none",
+                "parent_key",
+                KEY_BYTES,
+            )
         if parent_key == _ROOT:
             parent_key = b""
         space = self.index.space(namespace)
         if session is not None and session.role is Role.WORKER and shard != session.kv_worker_id:
-            raise invalid(f"kv_worker_id {shard}: this session stores {session.kv_worker_id} only")
+            raise invalid(
+                f"kv_worker_id {shard}: this session stores {session.kv_worker_id} only",
+                "kv_worker_id",
+                session.kv_worker_id,
+            )
         position = space.namespace.position(group_idx)
         deadline = self.clock() + _SHARDS_MISSING_SECONDS
         outcomes = yield from self.index.reserve(space, position, shard, parent_key, keys, deadline)
@@ -439,12 +458,16 @@ class Core:
 def _check_keys(keys: Sequence[bytes]) -> None:
     """RequestError unless there are 1 to MAX_KEYS keys of 32 bytes."""
     if not 1 <= len(keys) <= MAX_KEYS:
-        raise invalid(f"{len(keys)} keys: from 1 to {MAX_KEYS}; split longer prompts")
+        raise invalid(
+            f"{len(keys)} keys: from 1 to {MAX_KEYS}; split longer prompts", "keys", MAX_KEYS
+        )
     if set(map(len, keys)) != {KEY_BYTES}:
         index, key = next((i, key) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
         raise invalid(
             f"key {index} has {len(key)} bytes: each has {KEY_BYTES} (see docs/keys.md for the "
-            "recipe)"
+            "recipe)",
+            "keys",
+            KEY_BYTES,
         )
 
 
@@ -457,5 +480,6 @@ def check_session(session: Session | None, mode: Mode) -> Session:
             Reason.WRONG_MODE,
             f"this call is for {mode.name} mode, and the session's is {session.mode.name} "
             f"({session.mode_reason})",
+            session_id=session.session_id,
         )
     return session

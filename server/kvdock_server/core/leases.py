@@ -131,6 +131,7 @@ class LeaseTable:
                 Reason.FOREIGN_LEASE,
                 f"lease {lease_id} belongs to another engine: only that engine's sessions may use "
                 "it",
+                lease_id=lease_id,
             )
         return lease
 

@@ -25,8 +25,12 @@ class ListedPart:
     visible: bool
 
 
-def list_parts(space: NamespaceIndex) -> Generator[list[ListedPart] | None, None, None]:
+def list_parts(
+    space: NamespaceIndex, only: int | None = None
+) -> Generator[list[ListedPart] | None, None, None]:
     """The parts of each chunk in turn. Chunks may come and go meanwhile.
+
+    ``only`` is the position of one group, None for all.
 
     After a clear of the namespace comes None, and then the end. Close the generator if you do not
     read it to its end.
@@ -36,7 +40,8 @@ def list_parts(space: NamespaceIndex) -> Generator[list[ListedPart] | None, None
             if space.is_cleared:
                 yield None
                 return
-            yield [_listed(space, part) for part in chunk.parts if part is not None]
+            parts = chunk.parts if only is None else chunk.parts[only : only + 1]
+            yield [_listed(space, part) for part in parts if part is not None]
 
 
 def _listed(space: NamespaceIndex, part: Part) -> ListedPart:

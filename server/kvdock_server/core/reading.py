@@ -101,14 +101,18 @@ def locate_in_steps(
     position = namespace.position(chunks.group_idx)
     nbytes = lease.space.shard_bytes(position, shard)
     if reader >= lease.readers:
-        raise invalid(f"reader {reader}: the lease was given to {lease.readers} readers")
+        raise invalid(
+            f"reader {reader}: the lease was given to {lease.readers} readers",
+            "reader",
+            lease.readers - 1,
+        )
     locked = lease.spans[position]
     parts, span_first = locked.span.parts, locked.span.first
     first, end = chunks.first_chunk, chunks.end_chunk
     if end is None:
         end = span_first + len(parts)
     if end - first > MAX_KEYS:
-        raise invalid(f"{end - first} chunks: at most {MAX_KEYS}")
+        raise invalid(f"{end - first} chunks: at most {MAX_KEYS}", "end_chunk", first + MAX_KEYS)
     held = locked.held[reader] & locked.bits(first, end)
     if held:
         leases.note_copying(lease, reader)

@@ -51,13 +51,15 @@ class ReservationTable:
                 Reason.UNKNOWN_RESERVATION,
                 f"reservation {reservation_id} is not open: it was committed or aborted, or its "
                 "session ended; reserve again",
+                reservation_id=reservation_id,
             )
         wanted = list(chunks) or list(reservation.open)
         missing = [chunk for chunk in wanted if chunk not in reservation.open]
         if missing or len(set(wanted)) != len(wanted):
             raise invalid(
-                f"chunks {missing[:8] or wanted[:8]} of reservation {reservation_id} are not open: "
-                "commit each reserved chunk once"
+                f"chunks {', '.join(map(str, missing[:8] or wanted[:8]))} of reservation "
+                f"{reservation_id} are not open: commit each reserved chunk once",
+                "chunks",
             )
         sealed = []
         for chunk in wanted:
@@ -117,6 +119,7 @@ class ReservationTable:
             raise RequestError(
                 Reason.FOREIGN_RESERVATION,
                 f"reservation {reservation_id} belongs to another session",
+                reservation_id=reservation_id,
             )
         return session.reservations[reservation_id]
 

@@ -94,6 +94,8 @@ class Session:
                 Reason.SESSION_EXPIRED,
                 f"session {self.session_id} was silent for more than {self.ttl:g} s and lost what "
                 "it held: open another one",
+                session_id=self.session_id,
+                limit=round(self.ttl * 1000),
             )
 
 
@@ -122,17 +124,23 @@ class SessionTable:
     ) -> Session:
         """Open a session; RequestError where a field is out of its limits."""
         if not 1 <= len(engine_id) <= 256:
-            raise invalid(f"engine_id of {len(engine_id)} characters: from 1 to 256")
+            raise invalid(
+                f"engine_id of {len(engine_id)} characters: from 1 to 256", "engine_id", 256
+            )
         if len(client) > 256:
-            raise invalid(f"client of {len(client)} characters: at most 256")
+            raise invalid(f"client of {len(client)} characters: at most 256", "client", 256)
         if role is not Role.WORKER and (worker_id or kv_worker_id):
             raise invalid(
                 f"worker_id {worker_id} and kv_worker_id {kv_worker_id} of a {role.name} session: "
-                "both must be 0"
+                "both must be 0",
+                "worker_id",
+                0,
             )
         ttl_ms = ttl_ms or DEFAULT_TTL_MS
         if not MIN_TTL_MS <= ttl_ms <= MAX_TTL_MS:
-            raise invalid(f"ttl_ms {ttl_ms}: from {MIN_TTL_MS} to {MAX_TTL_MS}, or 0")
+            raise invalid(
+                f"ttl_ms {ttl_ms}: from {MIN_TTL_MS} to {MAX_TTL_MS}, or 0", "ttl_ms", MAX_TTL_MS
+            )
         session = Session(
             session_id=new_id(taken=self._sessions),
             token=secrets.token_bytes(TOKEN_BYTES),

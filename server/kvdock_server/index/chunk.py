@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from typing import Final
 
-from kvdock_server.errors import invalid
+from kvdock_server.errors import group_name, invalid
 from kvdock_server.index.namespace import GroupKind, Namespace
 
 NO_SLOT: Final = -1
@@ -198,13 +198,17 @@ class NamespaceIndex:
         if shard >= len(group.shard_bytes):
             raise invalid(
                 f"kv_worker_id {shard}: namespace {self.namespace.name!r} has "
-                f"{len(group.shard_bytes)} shards"
+                f"{len(group.shard_bytes)} shards",
+                "kv_worker_id",
+                len(group.shard_bytes) - 1,
             )
         size = group.shard_bytes[shard]
         if not size:
             raise invalid(
-                f"namespace {self.namespace.name!r}: the size of shard {shard} of group "
-                f"{group.group_idx} is not known: register the namespace with its shard_bytes"
+                f"namespace {self.namespace.name!r}: the size of shard {shard} of "
+                f"{group_name(group.group_idx)} is not known: register the namespace with its "
+                "shard_bytes",
+                "shard_bytes",
             )
         return size
 

@@ -143,6 +143,7 @@ class Index:
             raise RequestError(
                 Reason.UNKNOWN_NAMESPACE,
                 f"namespace {name[:300]!r} is not registered here: call RegisterNamespace",
+                namespace=name,
             ) from None
 
     # Looking up
@@ -228,6 +229,7 @@ class Index:
                 f"a shard of {size} bytes does not fit into this server's pool of "
                 f"{self._slots.limit_bytes} bytes: start it with more --memory, or use smaller "
                 "chunks",
+                limit=self._slots.limit_bytes,
             )
         needs_parent_part = space.namespace.groups[position].kind is GroupKind.FULL_ATTENTION
         parent = space.chunks.get(parent_key) if parent_key else None
@@ -421,6 +423,7 @@ class Index:
             raise RequestError(
                 Reason.TOO_MANY_NAMESPACES,
                 f"{_MAX_NAMESPACES} namespaces hold something: clear one first",
+                limit=_MAX_NAMESPACES,
             )
         for watcher in self.watchers:
             watcher.cleared(self._spaces[empty])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.errors import Reason, RequestError, group_name, invalid
 
 MAX_NAME_BYTES = 256
 MAX_LABELS = 32
@@ -59,30 +59,48 @@ class Namespace:
         if not 1 <= len(name) <= MAX_NAME_BYTES or not all("!" <= char <= "~" for char in name):
             raise invalid(
                 f"namespace name {name[:80]!r}: use 1 to {MAX_NAME_BYTES} printable ASCII "
-                "characters without space"
+                "characters without space",
+                "name",
+                MAX_NAME_BYTES,
             )
         if len(self.labels) > MAX_LABELS:
-            raise invalid(f"{len(self.labels)} labels: at most {MAX_LABELS}")
+            raise invalid(f"{len(self.labels)} labels: at most {MAX_LABELS}", "labels", MAX_LABELS)
         for key, value in self.labels.items():
             if len(key.encode()) > 256 or len(value.encode()) > 256:
-                raise invalid(f"label {key[:80]!r}: at most 256 bytes for key and value each")
+                raise invalid(
+                    f"label {key[:80]!r}: at most 256 bytes for key and value each", "labels", 256
+                )
         if not 1 <= self.chunk_tokens <= MAX_CHUNK_TOKENS:
-            raise invalid(f"chunk_tokens {self.chunk_tokens}: from 1 to {MAX_CHUNK_TOKENS}")
+            raise invalid(
+                f"chunk_tokens {self.chunk_tokens}: from 1 to {MAX_CHUNK_TOKENS}",
+                "chunk_tokens",
+                MAX_CHUNK_TOKENS,
+            )
         if not 1 <= self.kv_world_size <= MAX_KV_WORLD_SIZE:
-            raise invalid(f"kv_world_size {self.kv_world_size}: from 1 to {MAX_KV_WORLD_SIZE}")
+            raise invalid(
+                f"kv_world_size {self.kv_world_size}: from 1 to {MAX_KV_WORLD_SIZE}",
+                "kv_world_size",
+                MAX_KV_WORLD_SIZE,
+            )
         if not 1 <= len(self.groups) <= MAX_GROUPS:
-            raise invalid(f"{len(self.groups)} groups: from 1 to {MAX_GROUPS}")
+            raise invalid(
+                f"{len(self.groups)} groups: from 1 to {MAX_GROUPS}", "groups", MAX_GROUPS
+            )
         indexes = [group.group_idx for group in self.groups]
         if len(set(indexes)) != len(indexes):
-            raise invalid(f"group_idx {indexes}: all must be different")
+            named = ", ".join(map(group_name, indexes))
+            raise invalid(f"{named}: all must be different", "group_idx")
         if None in indexes and len(indexes) > 1:
-            raise invalid("a group without group_idx must be the only one: give each its index")
+            raise invalid(
+                "a group without group_idx must be the only one: give each its index", "group_idx"
+            )
         for group in self.groups:
             is_window = group.kind is GroupKind.SLIDING_WINDOW
             if is_window != (group.window_tokens > 0):
                 raise invalid(
-                    f"window_tokens {group.window_tokens} of group {group.group_idx}: at least 1 "
-                    "for SLIDING_WINDOW, 0 for every other kind"
+                    f"window_tokens {group.window_tokens} of {group_name(group.group_idx)}: at "
+                    "least 1 for SLIDING_WINDOW, 0 for every other kind",
+                    "window_tokens",
                 )
 
     def position(self, group_idx: int | None) -> int:
@@ -90,8 +108,9 @@ class Namespace:
         for position, group in enumerate(self.groups):
             if group.group_idx == group_idx:
                 return position
-        known = [group.group_idx for group in self.groups]
-        raise invalid(f"namespace {self.name!r} has no group {group_idx}: it has {known}")
+        asked = "no group_idx was given" if group_idx is None else f"group {group_idx} is not there"
+        known = ", ".join(group_name(group.group_idx) for group in self.groups)
+        raise invalid(f"{asked}: namespace {self.name!r} has {known}", "group_idx")
 
     def merged(self, other: Namespace) -> Namespace:
         """This namespace with the shard sizes that only ``other`` knows.
@@ -104,6 +123,7 @@ class Namespace:
                 Reason.NAMESPACE_CONFLICT,
                 f"namespace {self.name!r} is registered with {what} {known}, not {given}: what "
                 "differs must be part of the name",
+                namespace=self.name,
             )
 
         if other.chunk_tokens != self.chunk_tokens:
@@ -114,7 +134,7 @@ class Namespace:
             raise conflict("groups", len(self.groups), len(other.groups))
         groups = []
         for mine, theirs in zip(self.groups, other.groups, strict=True):
-            label = f"group {mine.group_idx}:"
+            label = f"{group_name(mine.group_idx)}:"
             if (mine.kind, mine.window_tokens) != (theirs.kind, theirs.window_tokens):
                 raise conflict(label, mine.kind.name, theirs.kind.name)
             sizes = []

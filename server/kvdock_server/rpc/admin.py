@@ -15,6 +15,7 @@ from kvdock_server import __version__
 from kvdock_server.core import Core, ListedPart, Session, list_parts
 from kvdock_server.errors import invalid
 from kvdock_server.rpc.conversions import namespace_to_proto
+from kvdock_server.rpc.features import features
 from kvdock_server.rpc.grpc_errors import Context, streaming, unary
 from kvdock_server.service.turns import in_turns
 from kvdock_server.tiers.host.pool import Pool
@@ -73,16 +74,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             chunk_tokens=self._chunk_tokens,
             segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],
             draining=core.draining,
+            features=features(core),
         )
 
     @streaming
     async def ListNamespaces(  # noqa: N802
         self, request: pb.ListNamespacesRequest, context: Context
     ) -> AsyncIterator[pb.ListNamespacesResponse]:
+        wanted = request.labels.items()
         for space in self._core.index.spaces:
+            namespace = space.namespace
+            if not namespace.name.startswith(request.name_prefix):
+                continue
+            if not wanted <= namespace.labels.items():
+                continue
             yield pb.ListNamespacesResponse(
                 namespace=pb.NamespaceStatus(
-                    namespace=namespace_to_proto(space.namespace),
+                    namespace=namespace_to_proto(namespace),
                     parts=space.visible_parts,
                     bytes=space.sealed_bytes,
                 )
@@ -94,7 +102,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> AsyncIterator[pb.ListChunksResponse]:
         response = pb.ListChunksResponse()
         space = self._core.index.space(request.namespace)
-        with contextlib.closing(list_parts(space)) as chunks:
+        only = None
+        if request.HasField("group_idx"):
+            only = space.namespace.position(request.group_idx)
+        with contextlib.closing(list_parts(space, only)) as chunks:
             for seen, parts in enumerate(chunks, 1):
                 if parts is None:
                     return

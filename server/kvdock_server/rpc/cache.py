@@ -96,7 +96,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                     raise invalid("every message of a Put but the first must be data")
                 chunk, data = request.data.chunk, request.data.data
                 if len(data) > MAX_MESSAGE_BYTES:
-                    raise invalid(f"{len(data)} bytes in a message: at most {MAX_MESSAGE_BYTES}")
+                    raise invalid(
+                        f"{len(data)} bytes in a message: at most {MAX_MESSAGE_BYTES}",
+                        "data",
+                        MAX_MESSAGE_BYTES,
+                    )
                 completed = put.write(chunk, data)
                 if completed is not None:
                     yield _put_result(chunk, completed)
@@ -110,7 +114,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         if not MIN_MESSAGE_BYTES <= step <= MAX_MESSAGE_BYTES:
             raise invalid(
                 f"message_bytes {step}: from {MIN_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}, or 0 for "
-                "128 KiB"
+                "128 KiB",
+                "message_bytes",
+                MAX_MESSAGE_BYTES,
             )
         with self._core.reading(
             request.namespace, group_idx(request), request.kv_worker_id, request.keys

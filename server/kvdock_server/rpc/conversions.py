@@ -22,7 +22,7 @@ from kvdock_server.core import (
     Slot,
 )
 from kvdock_server.encoding import tag, varint
-from kvdock_server.errors import invalid
+from kvdock_server.errors import group_name, invalid
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.loads import AwaitFillCall, RetrieveCall
@@ -137,7 +137,7 @@ def await_fill_call(request: pb.AwaitFillRequest) -> AwaitFillCall:
 def wanted_mode(request: session_pb2.RegisterMemoryRequest) -> Mode | None:
     """The mode that a RegisterMemory asks for, None if the server is to choose."""
     if request.mode not in (0, *(mode.value for mode in Mode)):
-        raise invalid(f"mode {request.mode} is none of the protocol's")
+        raise invalid(f"mode {request.mode} is none of the protocol's", "mode")
     return Mode(request.mode) if request.mode else None
 
 
@@ -147,11 +147,13 @@ def exported_memory(request: session_pb2.RegisterMemoryRequest) -> ExportedMemor
     for group in request.groups:
         name = group_idx(group)
         if name in groups:
-            raise invalid(f"group {name} is described twice: each group once")
+            raise invalid(f"{group_name(name)} is described twice: each group once", "groups")
         if group.blocks_per_chunk > MAX_CHUNK_TOKENS:
             raise invalid(
-                f"blocks_per_chunk {group.blocks_per_chunk} of group {name}: at most "
-                f"{MAX_CHUNK_TOKENS}, the most tokens that a chunk has"
+                f"blocks_per_chunk {group.blocks_per_chunk} of {group_name(name)}: at most "
+                f"{MAX_CHUNK_TOKENS}, the most tokens that a chunk has",
+                "blocks_per_chunk",
+                MAX_CHUNK_TOKENS,
             )
         regions = tuple(
             BlockRegion(region.allocation, region.offset, region.block_stride, region.page_bytes)
@@ -175,7 +177,11 @@ def event_data(core: Core, request: Any) -> list[bytes]:
     """
     given: Sequence[types.ChunkEventData] = request.event_data
     if given and len(given) != len(request.keys):
-        raise invalid(f"{len(given)} event_data for {len(request.keys)} keys: one each, or none")
+        raise invalid(
+            f"{len(given)} event_data for {len(request.keys)} keys: one each, or none",
+            "event_data",
+            len(request.keys),
+        )
     if core.events is None:
         return []
     encoded = []
@@ -183,11 +189,17 @@ def event_data(core: Core, request: Any) -> list[bytes]:
         if len(data.block_hashes) > MAX_BLOCK_HASHES:
             raise invalid(
                 f"event_data {index} with {len(data.block_hashes)} block_hashes: at most "
-                f"{MAX_BLOCK_HASHES}"
+                f"{MAX_BLOCK_HASHES}",
+                "block_hashes",
+                MAX_BLOCK_HASHES,
             )
         encoded.append(data.SerializeToString())
         if len(encoded[-1]) > MAX_EVENT_DATA_BYTES:
-            raise invalid(f"event_data {index} of {len(encoded[-1])} bytes: at most 1 MiB")
+            raise invalid(
+                f"event_data {index} of {len(encoded[-1])} bytes: at most 1 MiB",
+                "event_data",
+                MAX_EVENT_DATA_BYTES,
+            )
     return encoded
 
 
@@ -195,18 +207,26 @@ def namespace_from_proto(message: types.Namespace) -> Namespace:
     """The namespace. In it each group's shard_bytes has one number for each shard."""
     world = message.kv_world_size
     if not 1 <= world <= MAX_KV_WORLD_SIZE:
-        raise invalid(f"kv_world_size {world}: from 1 to {MAX_KV_WORLD_SIZE}")
+        raise invalid(
+            f"kv_world_size {world}: from 1 to {MAX_KV_WORLD_SIZE}",
+            "kv_world_size",
+            MAX_KV_WORLD_SIZE,
+        )
     groups = []
     for group in message.groups:
         if group.kind not in (kind.value for kind in GroupKind):
-            raise invalid(f"kind {group.kind} of group {group_idx(group)}: name what it needs")
+            raise invalid(
+                f"kind {group.kind} of {group_name(group_idx(group))}: name what it needs", "kind"
+            )
         sizes = tuple(group.shard_bytes)
         if len(sizes) == 1:
             sizes *= world
         if len(sizes) != world:
             raise invalid(
-                f"{len(sizes)} shard_bytes of group {group_idx(group)}: one, or kv_world_size "
-                f"({world}) of them"
+                f"{len(sizes)} shard_bytes of {group_name(group_idx(group))}: one, or "
+                f"kv_world_size ({world}) of them",
+                "shard_bytes",
+                world,
             )
         groups.append(Group(group_idx(group), GroupKind(group.kind), group.window_tokens, sizes))
     return Namespace(

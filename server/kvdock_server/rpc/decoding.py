@@ -1,4 +1,5 @@
-"""Answers messages that cannot be decoded with INVALID_ARGUMENT, on every method.
+"""Answers messages that cannot be decoded with INVALID_ARGUMENT, on every method, and larger ones
+than the protocol allows with RESOURCE_EXHAUSTED.
 
 gRPC itself would answer that the server failed, and log a traceback for each message. So the
 decoder returns a RequestError in the place of the message, and a wrapper around each method's
@@ -16,12 +17,36 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvdock_server.errors import RequestError, invalid
+from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.rpc.grpc_errors import Context, abort
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE_BYTES = 4 << 20
+"""The protocol's limit."""
+MOST_SEEN_BYTES = 32 << 20
+"""gRPC itself refuses a larger message, and ends the whole stream."""
+
+# Of a message that is too large: room for the first field of a session's request.
+_BEGIN_BYTES = 16
+
 Handler = Callable[[Any, Context], Any]
+
+
+class MessageTooLargeError(RequestError):
+    """A message of more bytes than the protocol allows, which is not looked at but for its begin.
+
+    Whoever reads a stream of requests may go on after it.
+    """
+
+    def __init__(self, message: bytes, method: str) -> None:
+        super().__init__(
+            Reason.MESSAGE_TOO_LARGE,
+            f"a message of {len(message)} bytes to {method}: at most {MAX_MESSAGE_BYTES}; split "
+            "the call",
+            limit=MAX_MESSAGE_BYTES,
+        )
+        self.begin = message[:_BEGIN_BYTES]
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -46,6 +71,8 @@ def _decode_or_refuse(decode: Callable[[bytes], Any], method: str) -> Callable[[
     """A decoder that returns the message, or in its place the RequestError to answer with."""
 
     def decoded(message: bytes) -> Any:
+        if len(message) > MAX_MESSAGE_BYTES:
+            return MessageTooLargeError(message, method)
         try:
             return decode(message)
         except DecodeError as error:
@@ -96,7 +123,8 @@ def _decoded(request: Any, context: Context) -> Any:
 class _Requests:
     """A stream of requests.
 
-    This is no generator: a generator would end when the wait for its next request is cancelled.
+    This is no generator: a generator would end when the wait for its next request is cancelled, and
+    after an error.
     """
 
     def __init__(self, requests: AsyncIterator[Any], context: Context) -> None:

@@ -30,6 +30,8 @@ _MESSAGE_EVENTS = 500
 _MESSAGE_BYTES = 512 << 10
 _SHARED_MESSAGES = 4
 
+_LOCALITIES = (pb.LOCALITY_LOCAL, pb.LOCALITY_REMOTE)
+
 Filter = Callable[[Event], bool]
 
 
@@ -53,8 +55,12 @@ class EventService:
         if request.progress_interval_ms and request.progress_interval_ms < _SHORTEST_PROGRESS_MS:
             raise invalid(
                 f"progress_interval_ms {request.progress_interval_ms}: at least "
-                f"{_SHORTEST_PROGRESS_MS}, 0 means {_DEFAULT_PROGRESS_MS}"
+                f"{_SHORTEST_PROGRESS_MS}, 0 means {_DEFAULT_PROGRESS_MS}",
+                "progress_interval_ms",
             )
+        for locality in request.localities:
+            if locality not in _LOCALITIES:
+                raise invalid(f"locality {locality}: LOCAL (1) or REMOTE (2)", "localities")
         publisher = batches.publisher
         after = _start(publisher, request)
         if after is None:
@@ -92,7 +98,9 @@ def _start(publisher: Publisher, request: pb.StreamKVEventsRequest) -> int | Non
     if request.after.sequence > log.last:
         raise invalid(
             f"after event {request.after.sequence}: this server has given no number beyond "
-            f"{log.last} yet"
+            f"{log.last} yet",
+            "sequence",
+            log.last,
         )
     return request.after.sequence
 
@@ -209,7 +217,9 @@ def _filter(request: pb.StreamKVEventsRequest) -> Filter | None:
     wanted_group = group_idx(request)
     by_group = request.HasField("group_idx")
     wanted_medium: int = request.medium
-    if not (namespaces or by_group or wanted_medium):
+    # All parts of this server are LOCAL.
+    is_elsewhere = bool(request.localities) and pb.LOCALITY_LOCAL not in request.localities
+    if not (namespaces or by_group or wanted_medium or is_elsewhere):
         return None
 
     def passes(event: Event) -> bool:
@@ -217,7 +227,7 @@ def _filter(request: pb.StreamKVEventsRequest) -> Filter | None:
             return False
         if event.group is None or event.medium is None:
             return True
-        if wanted_medium and event.medium != wanted_medium:
+        if is_elsewhere or (wanted_medium and event.medium != wanted_medium):
             return False
         return not by_group or event.group.group_idx == wanted_group
 

@@ -36,7 +36,8 @@ def as_request_error(error: Exception) -> RequestError:
         return error
     logger.error("a request failed by a fault of the server", exc_info=error)
     return RequestError(
-        Reason.INTERNAL, f"a fault of the server ({error!r}): its log has more; please report it"
+        Reason.INTERNAL,
+        f"a fault of the server ({type(error).__name__}): its log has more; please report it",
     )
 
 
@@ -49,20 +50,43 @@ def stalled(did: str) -> RequestError:
 
 def to_proto(error: RequestError) -> pb.Error:
     """The error as a session stream carries it."""
-    return pb.Error(code=error.reason.code.value, message=error.message, reason=error.reason.name)
+    return pb.Error(
+        code=error.reason.code.value,
+        message=error.message,
+        reason=error.reason.name,
+        metadata=error.metadata,
+        retry_ms=error.reason.retry_ms,
+    )
 
 
 async def abort(context: Context, error: RequestError) -> NoReturn:
-    """End a call with the error's status code, message and google.rpc.ErrorInfo."""
-    info = any_pb2.Any()
-    info.Pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain="kvdock"))
-    status = status_pb2.Status(code=error.reason.code.value, message=error.message, details=[info])
+    """End a call with the error's status code, message and details of google.rpc."""
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason.name, domain="kvdock", metadata=error.metadata
+        )
+    ]
+    if retry_ms := error.reason.retry_ms:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(retry_ms)
+        details.append(retry)
+    status = status_pb2.Status(
+        code=error.reason.code.value,
+        message=error.message,
+        details=[_packed(detail) for detail in details],
+    )
     await context.abort(
         _STATUS_CODES[error.reason.code.value],
         error.message,
         trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),),
     )
     raise AssertionError("abort returned")
+
+
+def _packed(detail: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
 
 
 def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:

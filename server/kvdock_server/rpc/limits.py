@@ -25,6 +25,7 @@ from kvdock_server.core import (
     MAX_READERS,
 )
 from kvdock_server.errors import invalid
+from kvdock_server.rpc.features import MOST_FEATURES
 
 MAX_REGIONS = 4_096
 """Pieces of a block, over all groups: a dozen for each layer of the deepest models."""
@@ -53,9 +54,11 @@ MOST: dict[str, Limit] = {
     "GetRequest.keys": _KEYS,
     "Group.shard_bytes": Limit(0, MAX_GROUPS * MAX_KV_WORLD_SIZE),
     "GroupMemory.regions": Limit(0, MAX_REGIONS),
+    "ListNamespacesRequest.labels": Limit(0, MAX_LABELS),
     "LookupRequest.keys": _KEYS,
     "Namespace.groups": Limit(1, MAX_GROUPS),
     "Namespace.labels": Limit(0, MAX_LABELS),
+    "OpenRequest.features": Limit(0, MOST_FEATURES),
     "PutOpen.event_data": _EVENT_DATA,
     "PutOpen.keys": _KEYS,
     "RegisterMemoryRequest.allocations": Limit(0, MAX_ALLOCATIONS),
@@ -67,6 +70,7 @@ MOST: dict[str, Limit] = {
     "StoreRequest.block_ids": _BLOCK_IDS,
     "StoreRequest.event_data": _EVENT_DATA,
     "StoreRequest.keys": _KEYS,
+    "StreamKVEventsRequest.localities": Limit(0, 8),
     "StreamKVEventsRequest.namespaces": Limit(0, MAX_NAMESPACES),
 }
 
@@ -102,7 +106,7 @@ def _compare(label: str, count: int) -> None:
     if most is not None and not least <= count <= most:
         name = label.partition(".")[2]
         hint = "; split longer prompts" if name == "keys" else ""
-        raise invalid(f"{count} {name}: from {least} to {most}{hint}")
+        raise invalid(f"{count} {name}: from {least} to {most}{hint}", name, most)
 
 
 def _check_known(field: _Field, values: Iterable[int]) -> None:

@@ -17,15 +17,13 @@ from kvdock.v1 import (
 from kvdock_server.core import Core
 from kvdock_server.rpc.admin import AdminService
 from kvdock_server.rpc.cache import CacheService, add_cache_service
-from kvdock_server.rpc.decoding import DecodingInterceptor
+from kvdock_server.rpc.decoding import MAX_MESSAGE_BYTES, MOST_SEEN_BYTES, DecodingInterceptor
 from kvdock_server.rpc.events import add_event_service
 from kvdock_server.rpc.reflection import add_reflection
 from kvdock_server.rpc.session import SessionService
 from kvdock_server.service.service import Service
 from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.transfer import GpuTransfers
-
-MAX_MESSAGE_BYTES = 4 << 20
 
 SERVICE_NAMES = [
     descriptor.services_by_name[service].full_name
@@ -38,7 +36,8 @@ SERVICE_NAMES = [
 ]
 
 _OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # More than the protocol allows, so that one message too large does not end a whole session.
+    ("grpc.max_receive_message_length", MOST_SEEN_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Two servers on one TCP port would share its clients at random.
     ("grpc.so_reuseport", 0),

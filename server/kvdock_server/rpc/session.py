@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from kvdock.v1 import session_pb2 as pb
 from kvdock.v1 import session_pb2_grpc
 from kvdock.v1 import types_pb2 as types
@@ -13,6 +15,8 @@ from kvdock_server import __version__
 from kvdock_server.core import sessions
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.rpc import limits, verbs
+from kvdock_server.rpc.decoding import MessageTooLargeError
+from kvdock_server.rpc.features import MOST_FEATURES, features
 from kvdock_server.rpc.grpc_errors import Context, abort, as_request_error, to_proto
 from kvdock_server.service.service import Service
 from kvdock_server.tiers.host.pool import Pool
@@ -22,6 +26,7 @@ logger = logging.getLogger(__name__)
 _OPEN_SECONDS = 5.0
 # With so many copies under way, the server reads no further request of the session.
 _COPIES_AT_ONCE = 64
+_ID_TAG = bytes([pb.SessionRequest.ID_FIELD_NUMBER << 3])
 # Refused if nobody awaits the answer any more: it would grant something that somebody would have to
 # give back. (Store and Retrieve have a deadline of their own.)
 _NOT_WHEN_LATE = frozenset({"lookup", "reserve"})
@@ -84,8 +89,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             raise invalid("the first message of a session must be open")
         request = first.open
         limits.check(request)
+        if any(len(name) > MOST_FEATURES for name in request.features):
+            raise invalid(
+                f"a name in features of more than {MOST_FEATURES} characters",
+                "features",
+                MOST_FEATURES,
+            )
         if request.role not in (role.value for role in sessions.Role):
-            raise invalid(f"role {request.role}: say which part of the engine this is")
+            raise invalid(f"role {request.role}: say which part of the engine this is", "role")
         return self._core.open_session(
             engine_id=request.engine_id,
             role=sessions.Role(request.role),
@@ -109,6 +120,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             ],
             guard=session.guard,
             event_log=self._core.events is not None,
+            features=features(self._core),
         )
 
 
@@ -126,6 +138,30 @@ async def _first(requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionReques
     return first
 
 
+def _first_id(begin: bytes) -> int:
+    """The id with which an encoded request begins, 0 if it begins with something else."""
+    if begin[:1] != _ID_TAG:
+        return 0
+    end = next((index for index, byte in enumerate(begin[1:], 2) if byte < 0x80), 0)
+    return pb.SessionRequest.FromString(begin[:end]).id
+
+
+def _unknown(request: pb.SessionRequest) -> RequestError:
+    """The error of a message without a request, or with one of a newer version of the protocol."""
+    unknown = UnknownFieldSet(request)
+    fields = [unknown[index] for index in range(len(unknown))]
+    # A request is a message, which has protobuf's wire type 2.
+    numbers = [field.field_number for field in fields if field.wire_type == 2]
+    if not numbers:
+        return invalid("a session takes no empty message: set one of its requests", "request")
+    return RequestError(
+        Reason.UNKNOWN_REQUEST,
+        f"request {numbers[0]} is not known to this server ({__version__}): do without it; the "
+        "server's features say what there is",
+        request=numbers[0],
+    )
+
+
 class _SessionStream:
     def __init__(self, service: Service, session: sessions.Session, context: Context) -> None:
         self._service = service
@@ -137,7 +173,16 @@ class _SessionStream:
         self._room = asyncio.Semaphore(_COPIES_AT_ONCE)
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        async for request in requests:
+        while True:
+            try:
+                request = await anext(requests)
+            except StopAsyncIteration:
+                return
+            except MessageTooLargeError as error:
+                await self.write(
+                    pb.SessionResponse(id=_first_id(error.begin), error=to_proto(error))
+                )
+                continue
             kind = request.WhichOneof("request")
             if self._takes_time(kind):
                 await self._wait_for_room()
@@ -187,11 +232,10 @@ class _SessionStream:
             if kind == "heartbeat":
                 response.heartbeat.epoch = self._core.epoch
             else:
-                message = getattr(request, kind) if kind else None
-                answer = await verbs.answer(
-                    self._service, self._session, kind or "empty message", message
-                )
-                getattr(response, str(kind)).CopyFrom(answer)
+                assert kind is not None  # or _check had raised
+                message = getattr(request, kind)
+                answer = await verbs.answer(self._service, self._session, kind, message)
+                getattr(response, kind).CopyFrom(answer)
         except Exception as error:
             response.error.CopyFrom(to_proto(as_request_error(error)))
         await self.write(response)
@@ -206,7 +250,7 @@ class _SessionStream:
         session.refuse_if_expired()
         session.last_seen = self._core.clock()
         if kind is None:
-            return
+            raise _unknown(request)
         message = getattr(request, kind)
         limits.check(message)
         if getattr(message, "session_token", b"") not in (b"", session.token):
@@ -214,6 +258,7 @@ class _SessionStream:
                 Reason.UNKNOWN_SESSION,
                 f"session_token is not that of session {session.session_id}, whose stream this is: "
                 "leave it empty on a stream",
+                session_id=session.session_id,
             )
         if kind in _NOT_WHEN_LATE and message.timeout_ms and request.sent_ms:
             late = self._now_ms() - request.sent_ms - message.timeout_ms
@@ -222,6 +267,7 @@ class _SessionStream:
                     Reason.TOO_LATE,
                     f"this {kind} was read {late} ms after the {message.timeout_ms} ms that its "
                     "client waits: nothing was done; the server or the client is overloaded",
+                    limit=message.timeout_ms,
                 )
 
     def _now_ms(self) -> int:

@@ -36,6 +36,8 @@ from kvdock_server.service.store import store as store_chunks
 from kvdock_server.service.turns import in_turns
 from kvdock_server.steps import Steps
 
+MAX_WAIT_MS = 600_000
+
 
 def register_namespace(
     core: Core, session: Session | None, request: pb.RegisterNamespaceRequest
@@ -45,6 +47,8 @@ def register_namespace(
 
 
 def lookup(core: Core, session: Session | None, request: pb.LookupRequest) -> pb.LookupResponse:
+    if request.wait_ms > MAX_WAIT_MS:
+        raise invalid(f"wait_ms {request.wait_ms}: at most {MAX_WAIT_MS}", "wait_ms", MAX_WAIT_MS)
     hit = core.lookup(
         session,
         request.namespace,

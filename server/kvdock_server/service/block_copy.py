@@ -27,7 +27,8 @@ def deadline(timeout_ms: int, deadline_ns: int, now: float) -> float:
         raise invalid(
             f"deadline_ns {deadline_ns} is {ahead:.3f} s ahead, and timeout_ms is {timeout_ms}: it "
             "must be of this host's CLOCK_MONOTONIC (do both processes have the same time "
-            "namespace?)"
+            "namespace?)",
+            "deadline_ns",
         )
     return now + ahead
 
@@ -67,10 +68,12 @@ class BlockCopy:
         try:
             ids = layout.block_ids(self.block_ids, chunks, self.skip_blocks)
         except ValueError as error:
-            raise invalid(str(error)) from error
+            raise invalid(str(error), "block_ids") from error
         if len(self.ready_event) not in (0, EVENT_HANDLE_BYTES):
             raise invalid(
-                f"ready_event of {len(self.ready_event)} bytes: {EVENT_HANDLE_BYTES}, or none"
+                f"ready_event of {len(self.ready_event)} bytes: {EVENT_HANDLE_BYTES}, or none",
+                "ready_event",
+                EVENT_HANDLE_BYTES,
             )
         blocks = np.zeros(self.skip_blocks + len(ids), dtype=np.int64)
         blocks[self.skip_blocks :] = ids

@@ -46,7 +46,11 @@ class Put:
         Put has no such chunk, or if the chunk gets too many bytes.
         """
         if not 0 <= chunk < len(self._received):
-            raise invalid(f"chunk {chunk} of a Put of {len(self._received)} chunks")
+            raise invalid(
+                f"chunk {chunk} of a Put of {len(self._received)} chunks",
+                "chunk",
+                len(self._received) - 1,
+            )
         begin = self._received[chunk]
         self._received[chunk] = end = begin + len(data)
         if end > self.shard_bytes:
@@ -54,6 +58,7 @@ class Put:
                 Reason.WRONG_LENGTH,
                 f"{end} bytes or more for chunk {chunk}: a shard of this group has "
                 f"{self.shard_bytes}",
+                limit=self.shard_bytes,
             )
         slot = self._writing.open.get(chunk)
         if slot is None:

@@ -161,6 +161,7 @@ class DeviceLoads:
             raise RequestError(
                 Reason.UNKNOWN_LEASE,
                 f"lease {chunks.lease_id} ended or is of an earlier epoch: look up again",
+                lease_id=chunks.lease_id,
             )
         else:
             self._memory.of(session, namespace, chunks.group_idx)
@@ -196,14 +197,23 @@ class DeviceLoads:
         """The shares of the readers in also_fill, by reader; RequestError if the list is wrong."""
         named = call.also_fill
         if len(named) >= MAX_READERS:
-            raise invalid(f"{len(named)} readers in also_fill: at most {MAX_READERS - 1}")
+            raise invalid(
+                f"{len(named)} readers in also_fill: at most {MAX_READERS - 1}",
+                "also_fill",
+                MAX_READERS - 1,
+            )
         if call.reader in named or len(set(named)) != len(named):
             raise invalid(
-                f"also_fill {list(named[:8])} of reader {call.reader}: each other reader once"
+                f"also_fill {', '.join(map(str, named[:8]))} of reader {call.reader}: each other "
+                "reader once",
+                "also_fill",
             )
         if max(named, default=0) >= locked.readers:
             raise invalid(
-                f"reader {max(named)} in also_fill: the lease was given to {locked.readers} readers"
+                f"reader {max(named)} in also_fill: the lease was given to {locked.readers} "
+                "readers",
+                "also_fill",
+                locked.readers - 1,
             )
         group_idx = locked.range.group_idx
         return {
@@ -254,11 +264,13 @@ def _check_asked(session: Session, call: AwaitFillCall) -> int:
             f"shard {session.kv_worker_id} as reader {session.worker_id} only"
         )
     if call.filled_by == call.reader:
-        raise invalid(f"filled_by {call.filled_by}: that is the reader itself")
+        raise invalid(f"filled_by {call.filled_by}: that is the reader itself", "filled_by")
     first, end = call.chunks.first_chunk, call.chunks.end_chunk or 0
     if not 1 <= end - first <= MAX_KEYS:
         raise invalid(
-            f"chunks [{first}, {end}): from 1 to {MAX_KEYS}, those of the other reader's Retrieve"
+            f"chunks [{first}, {end}): from 1 to {MAX_KEYS}, those of the other reader's Retrieve",
+            "end_chunk",
+            first + MAX_KEYS,
         )
     return end - first
 

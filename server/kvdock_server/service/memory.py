@@ -11,7 +11,7 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from kvdock_server.core import Core, Mode, Role, Session
-from kvdock_server.errors import Reason, RequestError, invalid
+from kvdock_server.errors import Reason, RequestError, group_name, invalid
 from kvdock_server.transfer import (
     DeviceAllocation,
     DeviceMemoryError,
@@ -179,11 +179,13 @@ class RegisteredMemory:
             failure = memory.registration.failure if memory is not None else None
             raise RequestError(
                 Reason.DEVICE_MEMORY,
-                f"this session registered no memory for group {group_idx} of namespace "
+                f"this session registered no memory for {group_name(group_idx)} of namespace "
                 f"{namespace!r}: send register_memory first"
                 if failure is None
                 else f"the device of this session's memory failed ({failure}): send "
                 "register_memory again, which says what is left to do",
+                namespace=namespace,
+                session_id=session.session_id,
             )
         return RegisteredGroup(self._memory[session].registration, layout)
 
@@ -222,8 +224,10 @@ class RegisteredMemory:
             )
             if layout.chunk_bytes != shard_bytes:
                 raise invalid(
-                    f"group {group_idx}: {layout.blocks_per_chunk} blocks of {layout.block_bytes} "
-                    f"bytes a chunk, but its shards have {shard_bytes} bytes"
+                    f"{group_name(group_idx)}: {layout.blocks_per_chunk} blocks of "
+                    f"{layout.block_bytes} bytes a chunk, but its shards have {shard_bytes} bytes",
+                    "groups",
+                    shard_bytes,
                 )
         registration = await self._transfers.register(exported.allocations, exported.groups)
         return WorkerMemory(exported, registration)

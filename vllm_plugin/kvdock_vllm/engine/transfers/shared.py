@@ -209,7 +209,8 @@ class SharedTransfers(Transfers):
             if request.stop():
                 raise CopyStoppedError
         except BaseException:
-            session.submit(cache_pb2.AbortRequest(reservation_id=reservation.id))
+            for number in reservation.ids:
+                session.submit(cache_pb2.AbortRequest(reservation_id=number))
             raise
         sealed = session.commit(reservation, wanted, timeout=_STORE_RPC_SECONDS)
         for index, status in zip(wanted, sealed, strict=True):
