@@ -251,7 +251,7 @@ def test_nothing_is_told_again_that_is_to_be_cleared_once_there_is_a_server(
     engine.generate(prompt(TOKENS))
     watched.until(lambda: watched.on("CPU") == blocks, "all blocks on the CPU")
     kvdock.kill()
-    link = engine.connector._of_scheduler._link
+    link = engine.connector.scheduler_half.link
     watched.until(lambda: link.current is None, "without a server")
     assert watched.on("CPU") == blocks
 
