@@ -975,7 +975,7 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
     def held(self: LoadJob) -> None:
         if self.request_id == "second":
             go_on.wait(30)
-        elif self in ranks[0]._loads.under_way:
+        elif self in ranks[0].loads.under_way:
             first_may_end.wait(30)
         else:
             others_may_end.wait(30)
@@ -987,7 +987,7 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
     for n, name in enumerate(["first", "second"]):
         engine.add(name, prompt(3 * C, seed=n), max_tokens=2)
     # Their lookups are answered in any order.
-    while len(ranks[0]._loads.under_way) < 2:
+    while len(ranks[0].loads.under_way) < 2:
         engine.step()
     # The other ranks are too slow for the step in which the first rank's load ends.
     ranks[0]._idle_wait = 20.0
