@@ -1,0 +1,4 @@
+#include "keys.h"
+#include "pool.h"
+#include "index.h"
+int main() {}
