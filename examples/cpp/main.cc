@@ -65,7 +65,7 @@ void CheckKeys(const std::string& path) {
       const auto number = [&](const char* name) { return fields.count(name) ? fields.at(name).number_value() : 0; };
       const std::string kind = text("kind");
       if (kind == "lora") extras.push_back({Extra::kLora, text("name"), text("source")});
-      else if (kind == "cache_salt") extras.push_back({Extra::kCacheSalt, text("salt")});
+      else if (kind == "cache_salt") extras.push_back({Extra::kCacheSalt, text("salt"), ""});
       else if (kind == "multimodal_item" || kind == "prompt_embeds")
         extras.push_back({kind == "prompt_embeds" ? Extra::kPromptEmbeds : Extra::kMultimodalItem,
                           kind == "prompt_embeds" ? FromHex(text("digest")) : text("identifier"), "",
@@ -127,11 +127,166 @@ class Server {
   std::string address_;
   pid_t pid_ = 0;
 };
+
+std::vector<std::string> KeysFrom(uint32_t first_token, size_t chunks) {
+  std::vector<uint32_t> tokens(16 * chunks);
+  std::iota(tokens.begin(), tokens.end(), first_token);
+  return ChunkKeys(tokens, 16);
+}
+
+// Bytes that no other chunk has, in no order that a zeroed or shifted copy could have.
+std::string BytesOf(const std::string& key, size_t size) {
+  std::string bytes(size, '\0');
+  uint64_t state;
+  std::memcpy(&state, key.data(), sizeof state);
+  for (char& byte : bytes) byte = static_cast<char>((state = state * 6364136223846793005 + 1) >> 56);
+  return bytes;
+}
+
+template <typename Status>
+std::string Names(const std::vector<Status>& statuses) {
+  std::string names;
+  for (const auto status : statuses) names += v1::ChunkStatus_Name(status).substr(13) + " ";
+  return names.empty() ? "none" : names.substr(0, names.size() - 1);
+}
+
+template <typename Response>
+std::string Outcomes(const Response& response) {
+  std::vector<v1::ChunkStatus> statuses;
+  for (const v1::ChunkResult& chunk : response.chunks()) statuses.push_back(chunk.status());
+  return Names(statuses);
+}
+
+template <typename Call>
+std::string ReasonOf(Call call) try {
+  call();
+  return "no error";
+} catch (const CallError& error) {
+  return error.reason.empty() ? "code " + std::to_string(error.code) : error.reason;
+}
+
+// The visible parts of all namespaces, as the server lists them.
+std::set<Index::Part> Listed(const std::string& address) {
+  const auto admin = v1::AdminService::NewStub(Connect(address));
+  grpc::ClientContext context;
+  const auto spaces = admin->ListNamespaces(&context, {});
+  std::set<Index::Part> listed;
+  for (v1::ListNamespacesResponse space; spaces->Read(&space);) {
+    v1::ListChunksRequest request;
+    request.set_namespace_(space.namespace_().namespace_().name());
+    grpc::ClientContext inner;
+    const auto parts = admin->ListChunks(&inner, request);
+    for (v1::ListChunksResponse some; parts->Read(&some);)
+      for (const v1::PartStatus& part : some.parts())
+        if (part.visible())
+          listed.emplace(request.namespace_(), part.key(),
+                         part.has_group_idx() ? std::optional(part.group_idx()) : std::nullopt, v1::MEDIUM_CPU);
+    Require(parts->Finish());
+  }
+  Require(spaces->Finish());
+  return listed;
+}
+
+uint64_t Clear(const std::string& address, const std::string& name) {
+  v1::ClearRequest request;
+  request.set_namespace_(name);
+  v1::ClearResponse response;
+  grpc::ClientContext context;
+  Require(v1::AdminService::NewStub(Connect(address))->Clear(&context, request, &response));
+  return response.parts();
+}
+
+void All(const std::string& address) {
+  constexpr size_t kBytes = 300'000;  // three messages of a Put
+  const std::string options = "--memory 256MiB --event-log 16MiB --event-log-count 100";
+  const auto keys = KeysFrom(0, 7);
+  const std::vector<std::string> first(keys.begin(), keys.begin() + 4), later(keys.begin() + 4, keys.begin() + 6);
+  std::vector<std::string> bytes;
+  for (const std::string& key : keys) bytes.push_back(BytesOf(key, kBytes));
+  Server server(address, options);
+  auto cache = std::make_unique<Cache>(address, "cpp", Space("cpp", kBytes));
+  Check("the namespace is new", cache->created, true);
+  Check("and known when it is registered again", Cache(address, "cpp-2", Space("cpp", kBytes)).created, false);
+
+  const auto reserved = cache->Reserve("", first);
+  Check("Reserve of 4 chunks", Outcomes(reserved), "RESERVED RESERVED RESERVED RESERVED");
+  for (size_t i = 0; i < 4; ++i)
+    std::memcpy(cache->At(reserved.chunks(i).location()), bytes[i].data(), reserved.chunks(i).location().length());
+  Check("chunks that Lookup finds before Commit", cache->Lookup(keys).hit_chunks(), 0u);
+  Check("Commit", Names(cache->Commit(reserved.reservation_id())), "STORED STORED STORED STORED");
+  Check("Reserve of the same", Outcomes(cache->Reserve("", first)), "EXISTS EXISTS EXISTS EXISTS");
+  const auto given_back = cache->Reserve(first.back(), later);
+  Check("chunks given back by Abort", cache->Abort(given_back.reservation_id()), 2u);
+  Check("Commit after Abort", ReasonOf([&] { cache->Commit(given_back.reservation_id()); }), "UNKNOWN_RESERVATION");
+
+  Check("Put of 2 chunks after them", Names(cache->Put(first.back(), later, {bytes[4], bytes[5]})), "STORED STORED");
+  Check("Put of the same", Names(cache->Put(first.back(), later, {bytes[4], bytes[5]})), "EXISTS EXISTS");
+  const auto orphan = KeysFrom(5000, 2);
+  Check("Put of a chunk without parent", Names(cache->Put(orphan[0], {orphan[1]}, {bytes[0]})), "PARENT_MISSING");
+  const auto inlined = cache->Get(keys);
+  Check("chunks of Get before the one that is not there", inlined.size(), 6u);
+  Check("of these with the bytes that were put", std::equal(inlined.begin(), inlined.end(), bytes.begin()), true);
+
+  const auto hit = cache->Lookup(keys);
+  Check("chunks that Lookup finds and locks", hit.hit_chunks(), 6u);
+  const auto held = cache->Retrieve(hit.lease_id());
+  Check("Retrieve", Outcomes(held), "RETRIEVED RETRIEVED RETRIEVED RETRIEVED RETRIEVED RETRIEVED");
+  Check("parts that Clear removes while they are locked", Clear(address, "cpp"), 6u);
+  Check("Lookup afterwards", cache->Lookup(keys).hit_chunks(), 0u);
+  int equal = 0;
+  for (int i = 0; i < held.chunks_size(); ++i)
+    equal += held.chunks(i).location().length() == kBytes &&
+             std::memcmp(cache->At(held.chunks(i).location()), bytes[i].data(), kBytes) == 0;
+  Check("chunks whose bytes, read in place, are still right", equal, 6);
+  Check("locks that FreeLocks released", cache->FreeLocks(hit.lease_id()), 6u);
+  Check("and when it is repeated", cache->FreeLocks(hit.lease_id()), 0u);
+  Check("Retrieve without locks", ReasonOf([&] { cache->Retrieve(hit.lease_id()); }), "UNKNOWN_LEASE");
+  Check("a size that contradicts", ReasonOf([&] { Cache(address, "cpp", Space("cpp", 1)); }), "NAMESPACE_CONFLICT");
+
+  using std::chrono_literals::operator""s;
+  Index index;
+  const auto matches = [&](size_t parts) { return [&index, parts] { return index.parts.size() == parts; }; };
+  cache->Put("", keys, bytes);
+  Check("events: a snapshot has all 7 chunks", Follow(address, index, matches(7), 10s), true);
+  Check("  that the server lists", index.parts == Listed(address), true);
+  Check("  chunks of a prompt that a router finds", index.Prefix("cpp", KeysFrom(0, 9)), 7u);
+  const auto more = KeysFrom(9000, 3);
+  cache->Put("", more, {bytes[0], bytes[1], bytes[2]});
+  Check("resumed after the cursor", Follow(address, index, matches(10), 10s), true);
+  Check("  with 3 events", index.events, 3);
+  Check("  and no other snapshot", index.snapshots, 1);
+  const auto many = KeysFrom(20000, 120);
+  Cache small(address, "cpp", Space("small", 16));
+  small.Put("", many, std::vector<std::string>(120, std::string(16, 's')));
+  Check("behind a log of 100 events", Follow(address, index, matches(130), 10s), true);
+  Check("  the place was compacted", index.compactions, 1);
+  Check("  and a snapshot has what the server lists", index.snapshots == 2 && index.parts == Listed(address), true);
+  Clear(address, "cpp");
+  Check("cleared is one of the namespaces", Follow(address, index, matches(120), 10s), true);
+
+  const auto lost = small.Lookup(many);
+  const uint64_t epoch = cache->epoch();
+  auto following = std::async(std::launch::async, [&] {
+    return Follow(address, index, [&] { return index.cursor->epoch() != epoch && index.parts.size() == 2; }, 60s);
+  });
+  server.Kill();
+  Check("a call after the server's SIGKILL", ReasonOf([&] { cache->Lookup(keys); }), "code 14");
+  Server restarted(address, options);
+  cache = std::make_unique<Cache>(address, "cpp", Space("cpp", kBytes));
+  Check("another epoch", cache->epoch() != epoch, true);
+  Check("the namespace is new again", cache->created, true);
+  Check("chunks that are left", cache->Lookup(keys).hit_chunks(), 0u);
+  Check("locks that are left of the old lease", cache->FreeLocks(lost.lease_id()), 0u);
+  Check("Put to the new server", Names(cache->Put("", {keys[0], keys[1]}, {bytes[0], bytes[1]})), "STORED STORED");
+  Check("the follower is with the new server", following.get(), true);
+  Check("  and knows what it lists", index.parts == Listed(address) && index.compactions == 2, true);
+}
 }  // namespace
 
 int main(int argc, char** argv) try {
   const std::vector<std::string> words(argv + 1, argv + argc);
   if (words.size() == 3 && words[1] == "check-keys") CheckKeys(words[2]);
+  else if (words.size() == 2 && words[1] == "all") All(words[0]);
   else return 2;
   return failures != 0;
 } catch (const std::exception& error) {
