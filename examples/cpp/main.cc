@@ -46,7 +46,7 @@ template <typename Seen, typename Expected>
 void Check(const std::string& what, const Seen& seen, const Expected& expected) {
   const bool right = seen == static_cast<Seen>(expected);
   failures += !right;
-  std::cout << std::left << std::setw(66) << what << std::right << std::setw(12) << seen << (right ? "  ok" : "  WRONG, not ");
+  std::cout << std::boolalpha << std::left << std::setw(62) << what << std::right << std::setw(20) << seen << (right ? "  ok" : "  WRONG, not ");
   if (!right) std::cout << expected;
   std::cout << std::endl;
 }
@@ -97,10 +97,10 @@ v1::Namespace Space(const std::string& name, uint64_t shard_bytes) {
   return space;
 }
 
-// The server of $KVDOCK_SERVER, until it is killed.
+// The server of $KVDOCK_SERVER, until it ends.
 class Server {
  public:
-  Server(const std::string& address, const std::string& options) : address_(address) {
+  Server(const std::string& address, const std::string& options) {
     const char* command = getenv("KVDOCK_SERVER");
     std::istringstream words((command ? command : "kvdock serve") + (" --log-level error --listen " + address + " ") + options);
     std::vector<std::string> arguments{std::istream_iterator<std::string>(words), {}};
@@ -117,14 +117,13 @@ class Server {
         usleep(50'000);
       }
   }
-  ~Server() { Kill(); }
-  void Kill() {
-    if (pid_ > 0 && kill(pid_, SIGKILL) == 0) waitpid(pid_, nullptr, 0);
+  ~Server() { End(SIGTERM); }
+  void End(int signal) {
+    if (pid_ > 0 && kill(pid_, signal) == 0) waitpid(pid_, nullptr, 0);
     pid_ = 0;
   }
 
  private:
-  std::string address_;
   pid_t pid_ = 0;
 };
 
@@ -143,11 +142,14 @@ std::string BytesOf(const std::string& key, size_t size) {
   return bytes;
 }
 
-template <typename Status>
-std::string Names(const std::vector<Status>& statuses) {
+// For example "4 STORED", or "1 STORED 1 FAILED".
+std::string Names(const std::vector<v1::ChunkStatus>& statuses) {
   std::string names;
-  for (const auto status : statuses) names += v1::ChunkStatus_Name(status).substr(13) + " ";
-  return names.empty() ? "none" : names.substr(0, names.size() - 1);
+  for (auto run = statuses.begin(), next = run; run != statuses.end(); run = next) {
+    next = std::find_if(run, statuses.end(), [&](auto status) { return status != *run; });
+    names += (names.empty() ? "" : " ") + std::to_string(next - run) + " " + v1::ChunkStatus_Name(*run).substr(13);
+  }
+  return names;
 }
 
 template <typename Response>
@@ -209,20 +211,20 @@ void All(const std::string& address) {
   Check("and known when it is registered again", Cache(address, "cpp-2", Space("cpp", kBytes)).created, false);
 
   const auto reserved = cache->Reserve("", first);
-  Check("Reserve of 4 chunks", Outcomes(reserved), "RESERVED RESERVED RESERVED RESERVED");
+  Check("Reserve of 4 chunks", Outcomes(reserved), "4 RESERVED");
   for (size_t i = 0; i < 4; ++i)
     std::memcpy(cache->At(reserved.chunks(i).location()), bytes[i].data(), reserved.chunks(i).location().length());
   Check("chunks that Lookup finds before Commit", cache->Lookup(keys).hit_chunks(), 0u);
-  Check("Commit", Names(cache->Commit(reserved.reservation_id())), "STORED STORED STORED STORED");
-  Check("Reserve of the same", Outcomes(cache->Reserve("", first)), "EXISTS EXISTS EXISTS EXISTS");
+  Check("Commit", Names(cache->Commit(reserved.reservation_id())), "4 STORED");
+  Check("Reserve of the same", Outcomes(cache->Reserve("", first)), "4 EXISTS");
   const auto given_back = cache->Reserve(first.back(), later);
   Check("chunks given back by Abort", cache->Abort(given_back.reservation_id()), 2u);
   Check("Commit after Abort", ReasonOf([&] { cache->Commit(given_back.reservation_id()); }), "UNKNOWN_RESERVATION");
 
-  Check("Put of 2 chunks after them", Names(cache->Put(first.back(), later, {bytes[4], bytes[5]})), "STORED STORED");
-  Check("Put of the same", Names(cache->Put(first.back(), later, {bytes[4], bytes[5]})), "EXISTS EXISTS");
+  Check("Put of 2 chunks after them", Names(cache->Put(first.back(), later, {bytes[4], bytes[5]})), "2 STORED");
+  Check("Put of the same", Names(cache->Put(first.back(), later, {bytes[4], bytes[5]})), "2 EXISTS");
   const auto orphan = KeysFrom(5000, 2);
-  Check("Put of a chunk without parent", Names(cache->Put(orphan[0], {orphan[1]}, {bytes[0]})), "PARENT_MISSING");
+  Check("Put of a chunk without parent", Names(cache->Put(orphan[0], {orphan[1]}, {bytes[0]})), "1 PARENT_MISSING");
   const auto inlined = cache->Get(keys);
   Check("chunks of Get before the one that is not there", inlined.size(), 6u);
   Check("of these with the bytes that were put", std::equal(inlined.begin(), inlined.end(), bytes.begin()), true);
@@ -230,7 +232,7 @@ void All(const std::string& address) {
   const auto hit = cache->Lookup(keys);
   Check("chunks that Lookup finds and locks", hit.hit_chunks(), 6u);
   const auto held = cache->Retrieve(hit.lease_id());
-  Check("Retrieve", Outcomes(held), "RETRIEVED RETRIEVED RETRIEVED RETRIEVED RETRIEVED RETRIEVED");
+  Check("Retrieve", Outcomes(held), "6 RETRIEVED");
   Check("parts that Clear removes while they are locked", Clear(address, "cpp"), 6u);
   Check("Lookup afterwards", cache->Lookup(keys).hit_chunks(), 0u);
   int equal = 0;
@@ -269,7 +271,7 @@ void All(const std::string& address) {
   auto following = std::async(std::launch::async, [&] {
     return Follow(address, index, [&] { return index.cursor->epoch() != epoch && index.parts.size() == 2; }, 60s);
   });
-  server.Kill();
+  server.End(SIGKILL);
   Check("a call after the server's SIGKILL", ReasonOf([&] { cache->Lookup(keys); }), "code 14");
   Server restarted(address, options);
   cache = std::make_unique<Cache>(address, "cpp", Space("cpp", kBytes));
@@ -277,16 +279,119 @@ void All(const std::string& address) {
   Check("the namespace is new again", cache->created, true);
   Check("chunks that are left", cache->Lookup(keys).hit_chunks(), 0u);
   Check("locks that are left of the old lease", cache->FreeLocks(lost.lease_id()), 0u);
-  Check("Put to the new server", Names(cache->Put("", {keys[0], keys[1]}, {bytes[0], bytes[1]})), "STORED STORED");
+  Check("Put to the new server", Names(cache->Put("", {keys[0], keys[1]}, {bytes[0], bytes[1]})), "2 STORED");
   Check("the follower is with the new server", following.get(), true);
   Check("  and knows what it lists", index.parts == Listed(address) && index.compactions == 2, true);
+}
+
+// The namespace as it was registered.
+v1::Namespace Registered(const std::string& address, const std::string& name) {
+  const auto admin = v1::AdminService::NewStub(Connect(address));
+  grpc::ClientContext context;
+  const auto spaces = admin->ListNamespaces(&context, {});
+  for (v1::ListNamespacesResponse space; spaces->Read(&space);)
+    if (space.namespace_().namespace_().name() == name) return space.namespace_().namespace_();
+  throw std::runtime_error("no namespace " + name);
+}
+
+// Puts the chunks of a list inline, or gets them in place and compares them with what Get says.
+void Transfer(const std::string& address, const std::string& verb, const std::string& name, const std::string& list) {
+  Cache cache(address, "cpp-" + verb, Registered(address, name));
+  std::vector<std::string> keys, paths, bytes;
+  std::ifstream lines(list);
+  for (std::string key, path; lines >> key >> path;) {
+    keys.push_back(FromHex(key));
+    paths.push_back(path);
+  }
+  if (verb == "put") {
+    for (const std::string& path : paths) bytes.push_back(ReadFile(path));
+    Check("Put", Names(cache.Put("", keys, bytes)), std::to_string(keys.size()) + " STORED");
+    return;
+  }
+  const auto hit = cache.Lookup(keys);
+  Check("chunks that Lookup finds", hit.hit_chunks(), keys.size());
+  const auto held = cache.Retrieve(hit.lease_id());
+  for (const v1::ChunkResult& chunk : held.chunks())
+    bytes.emplace_back(cache.At(chunk.location()), chunk.location().length());
+  Check("locks released", cache.FreeLocks(hit.lease_id()), keys.size());
+  Check("Get has the same bytes", cache.Get(keys) == bytes, true);
+  for (size_t i = 0; i < bytes.size(); ++i) std::ofstream(paths[i], std::ios::binary) << bytes[i];
+}
+
+// How fast bytes are stored and read in place, beside memcpy between two buffers of this process.
+void Copy(const std::string& address, size_t mebibytes) {
+  constexpr size_t kChunk = 16 << 20;
+  constexpr int kRounds = 7;
+  const size_t chunks = mebibytes * (1 << 20) / kChunk, total = chunks * kChunk;
+  Server server(address, "--memory " + std::to_string(2 * mebibytes + 64) + "MiB");
+  Cache cache(address, "cpp", Space("copy", kChunk));
+  const auto admin = v1::AdminService::NewStub(cache.channel());
+  for (v1::StatusResponse status; !status.has_pool() || status.pool().ready_bytes() < status.pool().total_bytes();) {
+    grpc::ClientContext context;
+    Require(admin->Status(&context, {}, &status));
+    usleep(20'000);
+  }
+  const std::string source = BytesOf(KeysFrom(1, 1)[0], total);
+  std::string other(total, '\0');
+  std::map<std::string, std::vector<double>> seconds;
+  const auto timed = [&](const std::string& what, auto work) {
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    seconds[what].push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  };
+  size_t stored = 0, equal = 0, released = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    std::vector<uint32_t> tokens(16 * chunks, round);
+    const auto keys = ChunkKeys(tokens, 16);
+    timed("memcpy", [&] { std::memcpy(other.data(), source.data(), total); });
+    timed("store", [&] {
+      const auto reserved = cache.Reserve("", keys);
+      for (size_t i = 0; i < chunks; ++i)
+        std::memcpy(cache.At(reserved.chunks(i).location()), source.data() + i * kChunk, kChunk);
+      for (const auto status : cache.Commit(reserved.reservation_id())) stored += status == v1::CHUNK_STATUS_STORED;
+    });
+    timed("read", [&] {
+      const auto hit = cache.Lookup(keys);
+      const auto held = cache.Retrieve(hit.lease_id());
+      for (int i = 0; i < held.chunks_size(); ++i)
+        equal += std::memcmp(cache.At(held.chunks(i).location()), source.data() + i * kChunk, kChunk) == 0;
+      released += cache.FreeLocks(hit.lease_id());
+    });
+    Clear(address, "copy");
+  }
+  Check("chunks of 16 MiB stored", stored, chunks * kRounds);
+  Check("equal, read in place under their locks", equal, chunks * kRounds);
+  Check("locks released", released, chunks * kRounds);
+  const auto rate = [&](const std::string& what) {
+    auto& of = seconds[what];
+    std::nth_element(of.begin(), of.begin() + kRounds / 2, of.end());
+    return total / of[kRounds / 2] / 1e9;
+  };
+  const double memory = rate("memcpy"), store = rate("store"), read = rate("read");
+  std::cout << std::setprecision(3) << mebibytes << " MiB, medians of " << kRounds << " rounds: memcpy " << memory
+            << " GB/s, stored " << store << " (" << store / memory << "), read in place " << read << " ("
+            << read / memory << ")" << std::endl;
 }
 }  // namespace
 
 int main(int argc, char** argv) try {
   const std::vector<std::string> words(argv + 1, argv + argc);
   if (words.size() == 3 && words[1] == "check-keys") CheckKeys(words[2]);
-  else if (words.size() == 2 && words[1] == "all") All(words[0]);
+  else if (words.size() == 2 && words[1] == "all") All(words[0]), Copy(words[0], 64);
+  else if (words.size() == 3 && words[1] == "copy") Copy(words[0], std::stoul(words[2]));
+  else if (words.size() == 4 && words[1] == "follow") {
+    Index index;
+    const auto count = std::stol(words[3]);
+    const auto done = [&] {
+      return count == std::count_if(index.parts.begin(), index.parts.end(),
+                                    [&](const Index::Part& part) { return std::get<0>(part) == words[2]; });
+    };
+    failures += !Follow(words[0], index, done, std::chrono::seconds(30));
+    for (const Index::Part& part : index.parts)
+      if (std::get<0>(part) == words[2]) std::cout << ToHex(std::get<1>(part)) << std::endl;
+  } else if (words.size() == 4 && (words[1] == "put" || words[1] == "get")) {
+    Transfer(words[0], words[1], words[2], words[3]);
+  }
   else return 2;
   return failures != 0;
 } catch (const std::exception& error) {
