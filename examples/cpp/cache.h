@@ -31,7 +31,8 @@ class Cache {
     worker_.Call(request);
   }
 
-  uint64_t epoch() const { return worker_.opened().epoch(); }
+  const v1::OpenResponse& opened() const { return worker_.opened(); }
+  uint64_t epoch() const { return opened().epoch(); }
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
   char* At(const v1::Location& location) const { return pool_.At(location); }
 

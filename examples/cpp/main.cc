@@ -165,6 +165,30 @@ std::string ReasonOf(Call call) try {
   return "no error";
 } catch (const CallError& error) {
   return error.reason.empty() ? "code " + std::to_string(error.code) : error.reason;
+} catch (const std::runtime_error&) {
+  return "refused";
+}
+
+// What becomes of a pool whose segments are not what they should be.
+template <typename Spoil>
+std::string Mapped(v1::OpenResponse opened, Spoil spoil) {
+  spoil(*opened.mutable_segments(0));
+  return ReasonOf([&] { Pool pool(opened); });
+}
+
+// Whether somebody, asked as the server asks, holds the guard of every segment.
+bool Guarded(const v1::OpenResponse& opened) {
+  int guarded = 0;
+  for (const v1::Segment& segment : opened.segments()) {
+    const int file = open(("/dev/shm" + segment.shm_name()).c_str(), O_RDWR | O_CLOEXEC);
+    struct flock lock {};
+    lock.l_type = F_WRLCK;
+    lock.l_start = static_cast<off_t>(opened.guard());
+    lock.l_len = 1;
+    guarded += fcntl(file, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_RDLCK;
+    close(file);
+  }
+  return guarded > 0 && guarded == opened.segments_size();
 }
 
 // The visible parts of all namespaces, as the server lists them.
@@ -209,6 +233,17 @@ void All(const std::string& address) {
   auto cache = std::make_unique<Cache>(address, "cpp", Space("cpp", kBytes));
   Check("the namespace is new", cache->created, true);
   Check("and known when it is registered again", Cache(address, "cpp-2", Space("cpp", kBytes)).created, false);
+
+  const auto& opened = cache->opened();
+  Check("the pool's segments are guarded", Guarded(opened), true);
+  v1::OpenRequest tool;
+  tool.set_engine_id("cpp-tool");
+  tool.set_role(v1::SESSION_ROLE_TOOL);
+  Check("  but not for a session that maps nothing", Guarded(Session(cache->channel(), tool).opened()), false);
+  Check("a pool with another proof", Mapped(opened, [](auto& of) { of.mutable_proof()->back() ^= 1; }), "refused");
+  Check("  of another name", Mapped(opened, [](auto& of) { of.mutable_shm_name()->insert(0, "/."); }), "refused");
+  Check("  larger than its file", Mapped(opened, [](auto& of) { of.set_bytes(of.bytes() + (1 << 20)); }), "refused");
+  Check("  as it should be", Mapped(opened, [](auto&) {}), "no error");
 
   const auto reserved = cache->Reserve("", first);
   Check("Reserve of 4 chunks", Outcomes(reserved), "4 RESERVED");
@@ -318,8 +353,9 @@ void Transfer(const std::string& address, const std::string& verb, const std::st
   for (size_t i = 0; i < bytes.size(); ++i) std::ofstream(paths[i], std::ios::binary) << bytes[i];
 }
 
-// How fast bytes are stored and read in place, beside memcpy between two buffers of this process.
-void Copy(const std::string& address, size_t mebibytes) {
+// How fast bytes are stored and read in place, beside memcpy between two buffers of this process; whether
+// that is enough, as a part of memcpy's rate.
+void Copy(const std::string& address, size_t mebibytes, double enough = 0) {
   constexpr size_t kChunk = 16 << 20;
   constexpr int kRounds = 8;  // the first is not counted: it touches pages for the first time
   const size_t chunks = mebibytes * (1 << 20) / kChunk, total = chunks * kChunk;
@@ -368,10 +404,13 @@ void Copy(const std::string& address, size_t mebibytes) {
     std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
     return values[values.size() / 2];
   };
-  for (const std::string what : {"memcpy", "store", "read"})
+  for (const std::string what : {"memcpy", "store", "read"}) {
+    const double part = median(what, [](double copy, double own) { return copy / own; });
     std::cout << mebibytes << " MiB, " << what << ": " << std::fixed << std::setprecision(2)
-              << median(what, [&](double, double own) { return total / own / 1e9; }) << " GB/s, "
-              << median(what, [&](double copy, double own) { return copy / own; }) << " of memcpy's rate" << std::endl;
+              << median(what, [&](double, double own) { return total / own / 1e9; }) << " GB/s, " << part
+              << " of memcpy's rate" << std::endl;
+    if (enough > 0) Check("  is enough", part >= enough, true);
+  }
 }
 }  // namespace
 
@@ -379,7 +418,7 @@ int main(int argc, char** argv) try {
   const std::vector<std::string> words(argv + 1, argv + argc);
   if (words.size() == 3 && words[1] == "check-keys") CheckKeys(words[2]);
   else if (words.size() == 2 && words[1] == "all") All(words[0]), Copy(words[0], 64);
-  else if (words.size() == 3 && words[1] == "copy") Copy(words[0], std::stoul(words[2]));
+  else if (words.size() == 4 && words[1] == "copy") Copy(words[0], std::stoul(words[2]), std::stod(words[3]));
   else if (words.size() == 4 && words[1] == "follow") {
     Index index;
     const auto count = std::stol(words[3]);

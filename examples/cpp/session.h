@@ -62,6 +62,7 @@ class Session {
     context_.TryCancel();  // the server releases what the session holds
     {
       std::lock_guard lock(mutex_);
+      if (!over_) stream_->Finish();
       over_ = true;
     }
     changed_.notify_all();
