@@ -239,7 +239,10 @@ void All(const std::string& address) {
   v1::OpenRequest tool;
   tool.set_engine_id("cpp-tool");
   tool.set_role(v1::SESSION_ROLE_TOOL);
-  Check("  but not for a session that maps nothing", Guarded(Session(cache->channel(), tool).opened()), false);
+  tool.set_ttl_ms(1000);
+  Session quiet(cache->channel(), tool);
+  const auto quiet_since = std::chrono::steady_clock::now();
+  Check("  but not for a session that maps nothing", Guarded(quiet.opened()), false);
   Check("a pool with another proof", Mapped(opened, [](auto& of) { of.mutable_proof()->back() ^= 1; }), "refused");
   Check("  of another name", Mapped(opened, [](auto& of) { of.mutable_shm_name()->insert(0, "/."); }), "refused");
   Check("  larger than its file", Mapped(opened, [](auto& of) { of.set_bytes(of.bytes() + (1 << 20)); }), "refused");
@@ -280,7 +283,7 @@ void All(const std::string& address) {
   Check("Retrieve without locks", ReasonOf([&] { cache->Retrieve(hit.lease_id()); }), "UNKNOWN_LEASE");
   Check("a size that contradicts", ReasonOf([&] { Cache(address, "cpp", Space("cpp", 1)); }), "NAMESPACE_CONFLICT");
 
-  using std::chrono_literals::operator""s;
+  using namespace std::chrono_literals;
   Index index;
   const auto matches = [&](size_t parts) { return [&index, parts] { return index.parts.size() == parts; }; };
   cache->Put("", keys, bytes);
@@ -300,6 +303,12 @@ void All(const std::string& address) {
   Check("  and a snapshot has what the server lists", index.snapshots == 2 && index.parts == Listed(address), true);
   Clear(address, "cpp");
   Check("cleared is one of the namespaces", Follow(address, index, matches(120), 10s), true);
+
+  std::this_thread::sleep_until(quiet_since + 2500ms);
+  v1::SessionRequest question;
+  question.mutable_lookup()->set_namespace_("cpp");
+  question.mutable_lookup()->add_keys(keys[0]);
+  Check("a session of 1 s, kept alive by heartbeats", ReasonOf([&] { quiet.Call(question); }), "no error");
 
   const auto lost = small.Lookup(many);
   const uint64_t epoch = cache->epoch();

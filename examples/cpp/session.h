@@ -75,7 +75,10 @@ class Session {
     std::lock_guard lock(mutex_);
     request.set_id(++last_id_);
     v1::SessionResponse response;
-    if (over_ || !stream_->Write(request) || !stream_->Read(&response)) {
+    bool answered = !over_ && stream_->Write(request);
+    do answered = answered && stream_->Read(&response);
+    while (answered && response.id() != last_id_);  // the server may also tell what nobody has asked for
+    if (!answered) {
       const grpc::Status status = over_ ? grpc::Status() : stream_->Finish();
       over_ = true;
       throw CallError(grpc::UNAVAILABLE, "", "the session has ended: " + status.error_message());
