@@ -98,6 +98,7 @@ bool Follow(const std::string& address, Index& index, Done done, std::chrono::se
       index.StreamBegins();
 
       grpc::ClientContext context;
+      context.set_deadline(end);
       grpc::CompletionQueue queue;  // since only here can a wait for the next message have an end
       v1::StreamKVEventsResponse message;
       void* tag;
