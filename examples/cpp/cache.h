@@ -1,5 +1,7 @@
 // One namespace of a server's cache, as an engine of one worker uses it.
 #pragma once
+#include <optional>
+
 #include "keys.h"
 #include "kvdock/v1/cache.grpc.pb.h"
 #include "pool.h"
@@ -52,10 +54,12 @@ class Cache {
   }
 
   // How many locks were held until now. Bytes of a chunk whose lock was not may be another chunk's.
-  uint32_t FreeLocks(uint64_t lease_id) {
+  uint32_t FreeLocks(uint64_t lease_id, std::optional<uint32_t> end_chunk = {}) {
     v1::SessionRequest request;
-    request.mutable_free_locks()->add_locks()->set_lease_id(lease_id);
-    return worker_.Call(std::move(request)).free_locks().released(0);
+    v1::LockRange& range = *request.mutable_free_locks()->add_locks();
+    range.set_lease_id(lease_id);
+    if (end_chunk) range.set_end_chunk(*end_chunk);
+    return worker_.Call(std::move(request)).free_locks().freed(0).released();
   }
 
   // Memory for chunks that follow `parent` (empty: begin a prompt). Write in place, then commit or abort.
@@ -67,13 +71,10 @@ class Cache {
     return worker_.Call(std::move(request)).reserve();
   }
 
-  Statuses Commit(uint64_t reservation_id) {
+  v1::CommitResponse Commit(uint64_t reservation_id) {
     v1::SessionRequest request;
     request.mutable_commit()->set_reservation_id(reservation_id);
-    const v1::CommitResponse response = worker_.Call(std::move(request)).commit();
-    Statuses statuses;
-    for (const int status : response.statuses()) statuses.push_back(static_cast<v1::ChunkStatus>(status));
-    return statuses;
+    return worker_.Call(std::move(request)).commit();
   }
 
   uint32_t Abort(uint64_t reservation_id) {
@@ -94,8 +95,9 @@ class Cache {
     Statuses statuses(keys.size(), v1::CHUNK_STATUS_FAILED);
     if (stream->Write(request) && stream->Read(&response)) {
       const v1::PutAdmission admission = response.admission();
-      for (int i = 0; i < admission.statuses_size(); ++i)
-        for (size_t at = 0; admission.statuses(i) == v1::CHUNK_STATUS_RESERVED && at < bytes[i].size(); at += kPiece) {
+      for (int i = 0; i < admission.chunks_size(); ++i)
+        for (size_t at = 0; admission.chunks(i).status() == v1::CHUNK_STATUS_RESERVED && at < bytes[i].size();
+             at += kPiece) {
           request.mutable_data()->set_chunk(i);
           request.mutable_data()->set_data(bytes[i].substr(at, kPiece));
           if (!stream->Write(request)) break;

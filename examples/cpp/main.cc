@@ -215,7 +215,7 @@ std::set<Index::Part> Listed(const std::string& address) {
 
 uint64_t Clear(const std::string& address, const std::string& name) {
   v1::ClearRequest request;
-  request.set_namespace_(name);
+  if (!name.empty()) request.set_namespace_(name);
   v1::ClearResponse response;
   grpc::ClientContext context;
   Require(v1::AdminService::NewStub(Connect(address))->Clear(&context, request, &response));
@@ -253,7 +253,7 @@ void All(const std::string& address) {
   for (size_t i = 0; i < 4; ++i)
     std::memcpy(cache->At(reserved.chunks(i).location()), bytes[i].data(), reserved.chunks(i).location().length());
   Check("chunks that Lookup finds before Commit", cache->Lookup(keys).hit_chunks(), 0u);
-  Check("Commit", Names(cache->Commit(reserved.reservation_id())), "4 STORED");
+  Check("Commit", Outcomes(cache->Commit(reserved.reservation_id())), "4 STORED");
   Check("Reserve of the same", Outcomes(cache->Reserve("", first)), "4 EXISTS");
   const auto given_back = cache->Reserve(first.back(), later);
   Check("chunks given back by Abort", cache->Abort(given_back.reservation_id()), 2u);
@@ -272,14 +272,16 @@ void All(const std::string& address) {
   const auto held = cache->Retrieve(hit.lease_id());
   Check("Retrieve", Outcomes(held), "6 RETRIEVED");
   Check("parts that Clear removes while they are locked", Clear(address, "cpp"), 6u);
+  Check("Clear that does not say what", ReasonOf([&] { Clear(address, ""); }), "code 3");
   Check("Lookup afterwards", cache->Lookup(keys).hit_chunks(), 0u);
   int equal = 0;
   for (int i = 0; i < held.chunks_size(); ++i)
     equal += held.chunks(i).location().length() == kBytes &&
              std::memcmp(cache->At(held.chunks(i).location()), bytes[i].data(), kBytes) == 0;
   Check("chunks whose bytes, read in place, are still right", equal, 6);
-  Check("locks that FreeLocks released", cache->FreeLocks(hit.lease_id()), 6u);
-  Check("and when it is repeated", cache->FreeLocks(hit.lease_id()), 0u);
+  Check("locks that FreeLocks of an empty range released", cache->FreeLocks(hit.lease_id(), 0), 0u);
+  Check("  and without an end", cache->FreeLocks(hit.lease_id()), 6u);
+  Check("  and when it is repeated", cache->FreeLocks(hit.lease_id()), 0u);
   Check("Retrieve without locks", ReasonOf([&] { cache->Retrieve(hit.lease_id()); }), "UNKNOWN_LEASE");
   Check("a size that contradicts", ReasonOf([&] { Cache(address, "cpp", Space("cpp", 1)); }), "NAMESPACE_CONFLICT");
 
@@ -393,7 +395,8 @@ void Copy(const std::string& address, size_t mebibytes, double enough = 0) {
       const auto reserved = cache.Reserve("", keys);
       for (size_t i = 0; i < chunks; ++i)
         std::memcpy(cache.At(reserved.chunks(i).location()), source.data() + i * kChunk, kChunk);
-      for (const auto status : cache.Commit(reserved.reservation_id())) stored += status == v1::CHUNK_STATUS_STORED;
+      const auto sealed = cache.Commit(reserved.reservation_id());
+      for (const v1::ChunkResult& chunk : sealed.chunks()) stored += chunk.status() == v1::CHUNK_STATUS_STORED;
     });
     timed("read", [&] {
       const auto hit = cache.Lookup(keys);
