@@ -8,10 +8,6 @@
 
 namespace kvdock {
 
-inline void Require(const grpc::Status& status) {
-  if (!status.ok()) throw CallError(status.error_code(), "", status.error_message());
-}
-
 class Cache {
  public:
   using Keys = std::vector<std::string>;

@@ -121,7 +121,7 @@ bool Follow(const std::string& address, Index& index, Done done, std::chrono::se
       while (queue.Next(&tag, &there)) continue;
       if (followed) return true;
       if (status.error_code() == grpc::UNIMPLEMENTED || status.error_code() == grpc::INVALID_ARGUMENT)
-        throw CallError(status.error_code(), "", status.error_message());
+        Require(status);
     } catch (const CallError& error) {
       if (error.code != grpc::UNAVAILABLE) throw;
     }

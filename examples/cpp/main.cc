@@ -267,12 +267,14 @@ void All(const std::string& address) {
   Check("chunks of Get before the one that is not there", inlined.size(), 6u);
   Check("of these with the bytes that were put", std::equal(inlined.begin(), inlined.end(), bytes.begin()), true);
 
+  Check("Put of a shard that is too long", ReasonOf([&] { cache->Put(keys[5], {keys[6]}, {bytes[6] + "more"}); }), "WRONG_LENGTH");
+
   const auto hit = cache->Lookup(keys);
   Check("chunks that Lookup finds and locks", hit.hit_chunks(), 6u);
   const auto held = cache->Retrieve(hit.lease_id());
   Check("Retrieve", Outcomes(held), "6 RETRIEVED");
   Check("parts that Clear removes while they are locked", Clear(address, "cpp"), 6u);
-  Check("Clear that does not say what", ReasonOf([&] { Clear(address, ""); }), "code 3");
+  Check("Clear that does not say what", ReasonOf([&] { Clear(address, ""); }), "INVALID_ARGUMENT_VALUE");
   Check("Lookup afterwards", cache->Lookup(keys).hit_chunks(), 0u);
   int equal = 0;
   for (int i = 0; i < held.chunks_size(); ++i)

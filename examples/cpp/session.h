@@ -12,6 +12,8 @@
 #include <mutex>
 #include <thread>
 
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
 #include "kvdock/v1/session.grpc.pb.h"
 
 namespace kvdock {
@@ -20,8 +22,19 @@ struct CallError : std::runtime_error {
   CallError(int code, const std::string& reason, const std::string& message)
       : std::runtime_error(reason + ": " + message), code(code), reason(reason) {}
   int code;            // a grpc::StatusCode
-  std::string reason;  // as listed at Error in types.proto; empty where the stream ended
+  std::string reason;  // of ErrorReason, without the prefix; empty where the server told none
 };
+
+// Throws if a call failed.
+inline void Require(const grpc::Status& status) {
+  if (status.ok()) return;
+  google::rpc::Status details;
+  google::rpc::ErrorInfo info;
+  details.ParseFromString(status.error_details());
+  for (const auto& detail : details.details())
+    if (detail.Is<google::rpc::ErrorInfo>()) detail.UnpackTo(&info);
+  throw CallError(status.error_code(), info.reason(), status.error_message());
+}
 
 inline bool Trusted(uid_t user) { return user == 0 || user == geteuid(); }
 
