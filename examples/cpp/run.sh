@@ -17,5 +17,5 @@ if [ -n "$missing" ]; then
   DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $missing > /dev/null
 fi
 
-make --silent --directory examples/cpp
+make --silent --jobs=2 --directory examples/cpp
 exec .venv/bin/python tests/clients/interop.py "$PWD/examples/cpp/build/client"
