@@ -30,7 +30,8 @@ std::string ReadFile(const std::string& path) {
 
 std::string FromHex(const std::string& digits) {
   std::string bytes;
-  for (size_t i = 0; i + 1 < digits.size(); i += 2) bytes += static_cast<char>(std::stoi(digits.substr(i, 2), nullptr, 16));
+  for (size_t i = 0; i + 1 < digits.size(); i += 2)
+    bytes += static_cast<char>(std::stoi(digits.substr(i, 2), nullptr, 16));
   return bytes;
 }
 
@@ -46,7 +47,8 @@ template <typename Seen, typename Expected>
 void Check(const std::string& what, const Seen& seen, const Expected& expected) {
   const bool right = seen == static_cast<Seen>(expected);
   failures += !right;
-  std::cout << std::boolalpha << std::left << std::setw(62) << what << std::right << std::setw(20) << seen << (right ? "  ok" : "  WRONG, not ");
+  std::cout << std::boolalpha << std::left << std::setw(62) << what << std::right << std::setw(20) << seen
+            << (right ? "  ok" : "  WRONG, not ");
   if (!right) std::cout << expected;
   std::cout << std::endl;
 }
@@ -102,7 +104,8 @@ class Server {
  public:
   Server(const std::string& address, const std::string& options) {
     const char* command = getenv("KVDOCK_SERVER");
-    std::istringstream words((command ? command : "kvdock serve") + (" --log-level error --listen " + address + " ") + options);
+    std::istringstream words((command ? command : "kvdock serve") + (" --log-level error --listen " + address + " ") +
+                              options);
     std::vector<std::string> arguments{std::istream_iterator<std::string>(words), {}};
     std::vector<char*> pointers;
     for (std::string& argument : arguments) pointers.push_back(argument.data());
@@ -267,7 +270,8 @@ void All(const std::string& address) {
   Check("chunks of Get before the one that is not there", inlined.size(), 6u);
   Check("of these with the bytes that were put", std::equal(inlined.begin(), inlined.end(), bytes.begin()), true);
 
-  Check("Put of a shard that is too long", ReasonOf([&] { cache->Put(keys[5], {keys[6]}, {bytes[6] + "more"}); }), "WRONG_LENGTH");
+  const auto too_long = [&] { cache->Put(keys[5], {keys[6]}, {bytes[6] + "more"}); };
+  Check("Put of a shard that is too long", ReasonOf(too_long), "WRONG_LENGTH");
 
   const auto hit = cache->Lookup(keys);
   Check("chunks that Lookup finds and locks", hit.hit_chunks(), 6u);
@@ -414,7 +418,8 @@ void Copy(const std::string& address, size_t mebibytes, double enough = 0) {
   Check("locks released", released, chunks * kRounds);
   const auto median = [&](const std::string& what, auto value) {
     std::vector<double> values;
-    for (int round = 1; round < kRounds; ++round) values.push_back(value(seconds["memcpy"][round], seconds[what][round]));
+    for (int round = 1; round < kRounds; ++round)
+      values.push_back(value(seconds["memcpy"][round], seconds[what][round]));
     std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
     return values[values.size() / 2];
   };
