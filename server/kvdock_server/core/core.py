@@ -454,9 +454,7 @@ class Core:
 def _check_keys(keys: Sequence[bytes]) -> None:
     """RequestError unless there are 1 to MAX_KEYS keys of 32 bytes."""
     if not 1 <= len(keys) <= MAX_KEYS:
-        raise invalid(
-            f"{len(keys)} keys: from 1 to {MAX_KEYS}; split longer prompts", "keys", MAX_KEYS
-        )
+        raise invalid(f"{len(keys)} keys: from 1 to {MAX_KEYS}", "keys", MAX_KEYS)
     if set(map(len, keys)) != {KEY_BYTES}:
         index, key = next((i, key) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
         raise invalid(
@@ -464,6 +462,12 @@ def _check_keys(keys: Sequence[bytes]) -> None:
             "recipe)",
             "keys",
             KEY_BYTES,
+        )
+    if _ROOT in keys:
+        raise invalid(
+            f"key {list(keys).index(_ROOT)} is 32 zero bytes: no chunk has this key, which stands "
+            "for the parent of a prompt's first chunk",
+            "keys",
         )
 
 
