@@ -97,7 +97,7 @@ def kill_before_a_load(server: Any, engine: SimulatedEngine) -> None:
     """The server dies when the engine has been promised a hit, before its workers hear of it."""
 
     def kill() -> None:
-        if engine.connector._of_scheduler._loads.under_way:
+        if engine.connector.scheduler_half.loads.under_way:
             engine.between_schedule_and_forward = lambda: None
             server.kill()
 

@@ -369,7 +369,7 @@ class SimulatedEngine:
         """
         while self._pending:
             self._process(*self._pending.popleft())
-        if self.connector._of_scheduler._holds._held:
+        if self.connector.scheduler_half.holds._held:
             return False
         manager = self.scheduler.kv_cache_manager
         waiting = set(self.scheduler.requests.values()) - set(self.scheduler.running)

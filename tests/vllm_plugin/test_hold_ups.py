@@ -24,7 +24,7 @@ from kvdock_vllm import scheduler
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.transfers import shared
 from kvdock_vllm.engine.transfers.shared import SharedTransfers
-from kvdock_vllm.parallel import parallel_strategy
+from kvdock_vllm.vllm_parallel import parallel_strategy
 
 
 def pressed(engine: SimulatedEngine) -> list[int]:
@@ -33,7 +33,7 @@ def pressed(engine: SimulatedEngine) -> list[int]:
     engine.add("large", random_prompt(8 * C, seed=1), max_tokens=100)
     for _ in range(20):
         engine.step()
-        if engine.connector._of_scheduler._stores.under_way:
+        if engine.connector.scheduler_half.stores.under_way:
             break
     engine.step()
     small = random_prompt(C + 2, seed=2)
@@ -234,15 +234,15 @@ def test_an_engine_goes_to_sleep_when_nothing_reads_its_blocks(
     engine.forget()
     slow_copies(monkeypatch, 0.1)
     engine.add("one", random_prompt(4 * C, seed=1), max_tokens=300)
-    while not engine.connector._of_scheduler._stores.under_way:
+    while not engine.connector.scheduler_half.stores.under_way:
         engine.step()
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # what sleep(mode="keep") does
     deadline = time.monotonic() + 20
     while engine.scheduler.has_requests():
         engine.step()
         assert time.monotonic() < deadline
-    assert not engine.connector._of_scheduler._stores.under_way
+    assert not engine.connector.scheduler_half.stores.under_way
     (rank,) = engine.ranks
-    assert not any(rank.connector._of_worker._stores.under_way)
+    assert not any(rank.connector.worker_half.stores.under_way)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run()

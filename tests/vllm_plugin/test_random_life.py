@@ -141,7 +141,7 @@ class EngineLife(RuleBasedStateMachine):
     @rule(chunk=st.integers(0, 4), group_idx=st.sampled_from([None, 0, 1]))
     def lose_a_lock(self, chunk: int, group_idx: int | None) -> None:
         assert self.engine is not None
-        for load in self.engine.connector._of_scheduler._loads.under_way.values():
+        for load in self.engine.connector.scheduler_half.loads.under_way.values():
             if load.lookup is not None:
                 session = load.lookup.live.session
                 session.submit(
@@ -190,9 +190,9 @@ class EngineLife(RuleBasedStateMachine):
                     assert outcome.tokens == expected[: len(outcome.tokens)]
             pool = engine.scheduler.kv_cache_manager.block_pool
             assert pool.get_num_free_blocks() == engine.kv_cache_config.num_blocks - 1
-            half = engine.connector._of_scheduler
-            assert not half._records
-            assert not half._loads.under_way
+            half = engine.connector.scheduler_half
+            assert not half.records
+            assert not half.loads.under_way
             self._start_server()
             self._nothing_held()
         finally:

@@ -42,7 +42,7 @@ from kvdock_vllm.engine.copier import Copier
 from kvdock_vllm.engine.load_jobs import LoadJob
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.specs import Target
-from kvdock_vllm.parallel import parallel_strategy
+from kvdock_vllm.vllm_parallel import parallel_strategy
 
 # -- hits -------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ def test_what_the_engine_has_is_not_loaded_again(engine: SimulatedEngine, kvdock
     locks: list[int] = []
 
     def look() -> None:
-        if engine.connector._of_scheduler._loads.under_way and not locks:
+        if engine.connector.scheduler_half.loads.under_way and not locks:
             deadline = time.monotonic() + 3
             while status(kvdock).index.locks != 4 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -189,8 +189,8 @@ def test_an_engine_that_has_all_itself_waits_for_no_answer(
 ) -> None:
     question = prompt(4 * C + BLOCK_TOKENS // 2)
     engine.generate(question)
-    half = engine.connector._of_scheduler
-    stored = half._stores._num_jobs
+    half = engine.connector.scheduler_half
+    stored = half.stores._num_jobs
     os.kill(kvdock.process.pid, signal.SIGSTOP)
     try:
         engine.add("short", question, kv_transfer_params=ASK)
@@ -199,14 +199,14 @@ def test_an_engine_that_has_all_itself_waits_for_no_answer(
             engine.step()
         assert extra(engine.outcomes["short"]) == 0
         assert len(engine.outcomes["long"].tokens) == 3
-        awaited = half._records["long"].lookup
+        awaited = half.records["long"].lookup
         assert awaited is not None
-        assert half._stores._num_jobs == stored, "what is there already is not known yet"
+        assert half.stores._num_jobs == stored, "what is there already is not known yet"
     finally:
         os.kill(kvdock.process.pid, signal.SIGCONT)
     awaited._future.result(10)
     engine.run()
-    assert half._stores._num_jobs == stored + 1, "only what was generated"
+    assert half.stores._num_jobs == stored + 1, "only what was generated"
     assert status(kvdock).index.chunks == 5
     assert_nothing_held(kvdock)
 
@@ -282,9 +282,9 @@ def test_an_abort_while_loading(engine: SimulatedEngine, kvdock: Any) -> None:
 
 def step_until_loading(engine: SimulatedEngine) -> None:
     """Steps until a load is under way, without collecting its end."""
-    half = engine.connector._of_scheduler
+    half = engine.connector.scheduler_half
     deadline = time.monotonic() + 5
-    while not half._loads.under_way:
+    while not half.loads.under_way:
         assert time.monotonic() < deadline
         engine.step()
 
@@ -381,8 +381,8 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     engine = start_engine(num_blocks=13)
     engine.add("r", prompt(C + 9), max_tokens=7)
     # No step more than the store needs to begin: a request that ends has nothing to be preempted.
-    worker = engine.ranks[0].connector._of_worker
-    while not worker._stores.under_way:
+    worker = engine.ranks[0].connector.worker_half
+    while not worker.stores.under_way:
         engine.step()
     assert reached.wait(30)
     (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
@@ -450,7 +450,7 @@ def test_a_load_that_fails_in_part_counts_what_was_loaded(
     engine.add("r", prompt(6 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_chunk_four() -> None:
-        for load in engine.connector._of_scheduler._loads.under_way.values():
+        for load in engine.connector.scheduler_half.loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session
@@ -472,7 +472,7 @@ def test_a_load_that_fails_from_its_first_block_is_not_tried_again(
     engine.add("r", prompt(3 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_all() -> None:
-        for load in engine.connector._of_scheduler._loads.under_way.values():
+        for load in engine.connector.scheduler_half.loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             load.lookup.live.session.free_locks(load.lookup.lease_id)
@@ -501,7 +501,7 @@ def test_hits_resume_after_a_restart_of_the_server(engine: SimulatedEngine, kvdo
 
 def _wait_connected(engine: SimulatedEngine, seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
-    while engine.connector._of_scheduler._link.current is None:
+    while engine.connector.scheduler_half.link.current is None:
         assert time.monotonic() < deadline, "not connected again in time"
         time.sleep(0.01)
 
@@ -695,11 +695,11 @@ def test_what_runs_on_through_a_reset_is_not_stored_again(
     for _ in range(C // 2):
         engine.step()
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "blocks are in use"
-    half = engine.connector._of_scheduler
+    half = engine.connector.scheduler_half
     deadline = time.monotonic() + 10
-    while half._link.usable is None:
+    while half.link.usable is None:
         assert time.monotonic() < deadline
-        if half._link.resets.await_stores:
+        if half.link.resets.await_stores:
             engine.step()
         time.sleep(0.01)
     for _ in range(2 * C):
@@ -734,29 +734,29 @@ def test_a_second_reset_waits_for_the_renewal_that_the_first_brought_about(
 ) -> None:
     """Two in a row with stores under way, as reinforcement learning does."""
     engine, other = start_engine(), start_engine()
-    half = engine.connector._of_scheduler
+    half = engine.connector.scheduler_half
     slow_copies(monkeypatch, 0.2)
     engine.add("r", prompt(2 * C))
     while engine.outcomes["r"].finish_reason is None:
         engine.step()
     assert engine.connector.reset_cache()
-    clears = half._link.resets._wanted
-    prepare = half._link._link._prepare
+    clears = half.link.resets._wanted
+    prepare = half.link._link._prepare
 
     def prepare_after_the_second_reset(client: Client, session: Session) -> Target:
         deadline = time.monotonic() + 10
-        while half._link.resets._wanted < clears + 2:
+        while half.link.resets._wanted < clears + 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return prepare(client, session)
 
-    monkeypatch.setattr(half._link._link, "_prepare", prepare_after_the_second_reset)
-    while half._link.resets.await_stores:
+    monkeypatch.setattr(half.link._link, "_prepare", prepare_after_the_second_reset)
+    while half.link.resets.await_stores:
         engine.step()
-    assert half._link.current is None
+    assert half.link.current is None
     assert engine.connector.reset_cache()
     assert status(kvdock).index.chunks == 0
-    assert half._link.current is not None
+    assert half.link.current is not None
     assert "could not be reset" not in caplog.text
     engine.run()
     assert extra(other.generate(prompt(2 * C), kv_transfer_params=ASK)) == 0
@@ -768,7 +768,7 @@ def test_a_reset_without_server_says_so_and_is_made_up_for(
     """vLLM's sleep and pause raise where a reset answers False."""
     engine.generate(prompt(2 * C))
     os.kill(kvdock.process.pid, signal.SIGSTOP)
-    link = engine.connector._of_scheduler._link._link
+    link = engine.connector.scheduler_half.link._link
     try:
         link._current = None
         assert engine.connector.reset_cache() is True
@@ -798,7 +798,7 @@ def test_tensor_parallel_ranks(start_engine: StartEngine, kvdock: Any, mla: bool
 
 def test_ranks_that_the_handshake_left_out(start_engine: StartEngine) -> None:
     engine = start_engine(tensor_size=2, handshake=False)
-    assert engine.connector._of_scheduler._link.current is None
+    assert engine.connector.scheduler_half.link.current is None
     engine.generate(prompt(C))
     _wait_connected(engine)
     engine.generate(prompt(2 * C))
@@ -850,7 +850,7 @@ def test_an_engine_that_cannot_continue_prompts_gets_all_or_nothing(
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_chunk_two() -> None:
-        for load in engine.connector._of_scheduler._loads.under_way.values():
+        for load in engine.connector.scheduler_half.loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             load.lookup.live.session.free_locks(load.lookup.lease_id, 2, 3)
@@ -868,7 +868,7 @@ def test_a_rank_that_cannot_load_makes_all_compute(start_engine: StartEngine, kv
     engine.add("r", prompt(4 * C), max_tokens=4, kv_transfer_params=ASK)
 
     def lose_for_one() -> None:
-        for load in engine.connector._of_scheduler._loads.under_way.values():
+        for load in engine.connector.scheduler_half.loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session
@@ -897,13 +897,13 @@ def test_what_cannot_even_begin_ends(
         monkeypatch.setattr(affinity, "_allowed", {0})
         monkeypatch.setattr(os, "sched_setaffinity", refuse)
     engine = start_engine()
-    (rank,) = (rank.connector._of_worker for rank in engine.ranks)
+    (rank,) = (rank.connector.worker_half for rank in engine.ranks)
     if refused == "mark":
-        monkeypatch.setattr(rank._link.transfers, "mark", refuse)
+        monkeypatch.setattr(rank.link.transfers, "mark", refuse)
     elif refused == "load thread":
-        monkeypatch.setattr(rank._loads._threads, "submit", refuse)
+        monkeypatch.setattr(rank.loads._threads, "submit", refuse)
     elif refused == "store thread":
-        monkeypatch.setattr(rank._stores._threads, "submit", refuse)
+        monkeypatch.setattr(rank.stores._threads, "submit", refuse)
     answer = engine.generate(prompt(4 * C), max_tokens=2)
     assert answer.tokens == engine.expected(prompt(4 * C), 2)
     assert engine.counted.get("loaded_chunks", 0) == loaded
@@ -968,14 +968,14 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
     for n in range(2):
         cold.generate(prompt(3 * C, seed=n))
     engine = start_engine(tensor_size=tensor_size, async_scheduling=True)
-    ranks = [rank.connector._of_worker for rank in engine.ranks]
+    ranks = [rank.connector.worker_half for rank in engine.ranks]
     go_on, first_may_end, others_may_end = (threading.Event() for _ in range(3))
     real = LoadJob.run
 
     def held(self: LoadJob) -> None:
         if self.request_id == "second":
             go_on.wait(30)
-        elif self in ranks[0]._loads.under_way:
+        elif self in ranks[0].loads.under_way:
             first_may_end.wait(30)
         else:
             others_may_end.wait(30)
@@ -987,7 +987,7 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
     for n, name in enumerate(["first", "second"]):
         engine.add(name, prompt(3 * C, seed=n), max_tokens=2)
     # Their lookups are answered in any order.
-    while len(ranks[0]._loads.under_way) < 2:
+    while len(ranks[0].loads.under_way) < 2:
         engine.step()
     # The other ranks are too slow for the step in which the first rank's load ends.
     ranks[0]._idle_wait = 20.0
@@ -997,7 +997,7 @@ def test_a_step_that_brings_news_of_a_load_does_not_wait_for_the_next(
         engine.step()
         if ranks[0]._steps_with_news and not others_may_end.is_set():
             others_may_end.set()
-            while not all(rank._link.something_ended.is_set() for rank in ranks[1:]):
+            while not all(rank.link.something_ended.is_set() for rank in ranks[1:]):
                 time.sleep(0.001)
     assert time.monotonic() - began < 10
     go_on.set()

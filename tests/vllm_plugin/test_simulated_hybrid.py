@@ -28,7 +28,7 @@ from kvdock import Client
 from kvdock_vllm.connector import KVDockConnector
 from kvdock_vllm.engine import store_jobs
 from kvdock_vllm.engine import stores as stores_module
-from kvdock_vllm.engine.lookup import State
+from kvdock_vllm.engine.request_lookup import State
 from kvdock_vllm.engine.transfers.shared import SharedTransfers
 from kvdock_vllm.holds import Holds
 
@@ -260,7 +260,7 @@ def test_what_windows_left_behind_is_stored_by_a_store_that_begins_late(
     prompts = [prompt(6 * C + 1, seed=1), prompt(6 * C + 2, seed=2), prompt(2 * C + 47, seed=3)]
     for n, tokens in enumerate(prompts):
         engine.add(f"r{n}", tokens, max_tokens=8)
-    records = engine.connector._of_scheduler._records.values()
+    records = engine.connector.scheduler_half.records.values()
     wait([record.lookup._future for record in records if record.lookup is not None])
     # All are computed in one step. Then the last one gets blocks for what it generates: vLLM gives
     # out first what windows have left behind last, which is its own first chunk.
@@ -283,7 +283,7 @@ def test_a_chunk_that_becomes_complete_before_its_request_is_answered(
     engine.generate(prompt(3 * C - 6))
     # The engine has it all, and does not wait for the answer, which does not come.
     engine.add("r", prompt(3 * C - 6), max_tokens=40)
-    lookup = engine.connector._of_scheduler._records["r"].lookup
+    lookup = engine.connector.scheduler_half.records["r"].lookup
     assert lookup is not None
     lookup.close()
     lookup.state, lookup._future = State.ASKED, Future()
@@ -335,7 +335,7 @@ def test_a_load_that_fails_in_one_group_is_computed_as_a_whole(
     engine.add("r", prompt(6 * C + 9), max_tokens=40, kv_transfer_params=ASK)
 
     def lose_the_last_chunk() -> None:
-        for load in engine.connector._of_scheduler._loads.under_way.values():
+        for load in engine.connector.scheduler_half.loads.under_way.values():
             engine.between_schedule_and_forward = lambda: None
             assert load.lookup is not None
             session = load.lookup.live.session

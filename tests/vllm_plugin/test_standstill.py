@@ -138,7 +138,7 @@ def host(
 def test_a_store_that_was_given_up_never_becomes_visible(host: Host) -> None:
     first, second = random_prompt(4 * C, seed=1), random_prompt(4 * C, seed=2)
     engine = host.engine
-    host.stop_when(lambda: bool(engine.connector._of_scheduler._stores.under_way))
+    host.stop_when(lambda: bool(engine.connector.scheduler_half.stores.under_way))
     host.ask(first)
     engine.forget()
     host.ask(second)  # in the same blocks
@@ -158,7 +158,7 @@ def test_a_load_keeps_its_blocks_until_the_server_cannot_write_to_them(
     engine = host.engine
     host.ask(prompt)
     engine.forget()
-    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads.under_way))
+    host.stop_when(lambda: bool(engine.connector.scheduler_half.loads.under_way))
     engine.add("loading", prompt, max_tokens=3)
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
@@ -183,12 +183,12 @@ def test_a_load_ends_with_the_next_session_of_its_worker(host: Host) -> None:
     engine = host.engine
     host.ask(prompt)
     engine.forget()
-    host.stop_when(lambda: bool(engine.connector._of_scheduler._loads.under_way))
+    host.stop_when(lambda: bool(engine.connector.scheduler_half.loads.under_way))
     engine.add("loading", prompt, max_tokens=3)
-    (worker,) = (rank.connector._of_worker for rank in engine.ranks)
-    live = worker._link.current
+    (worker,) = (rank.connector.worker_half for rank in engine.ranks)
+    live = worker.link.current
     assert live is not None
-    while not any(job.ended and not job.is_over for job in worker._loads.under_way):
+    while not any(job.ended and not job.is_over for job in worker.loads.under_way):
         engine.step()
     # As when the server has been silent for too long: nobody can tell it that it is over.
     live.session._stream._call.cancel()

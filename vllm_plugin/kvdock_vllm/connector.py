@@ -24,11 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvdock_vllm import offloading_alias
 from kvdock_vllm.config import Config
 from kvdock_vllm.engine.groups import loads_fail_whole
-from kvdock_vllm.groups import UnsupportedModelError, group_shapes
-from kvdock_vllm.layout import layers_of_blocks
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import PromMetrics, Stats
 from kvdock_vllm.scheduler import SchedulerHalf
+from kvdock_vllm.vllm_groups import UnsupportedModelError, group_shapes
+from kvdock_vllm.vllm_layout import layers_of_blocks
 from kvdock_vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -105,12 +105,12 @@ class KVDockConnector(KVConnectorBase_V1):
         return False
 
     @property
-    def _of_scheduler(self) -> SchedulerHalf:
+    def scheduler_half(self) -> SchedulerHalf:
         assert self._scheduler is not None, "a hook of the scheduler was called in a worker"
         return self._scheduler
 
     @property
-    def _of_worker(self) -> WorkerHalf:
+    def worker_half(self) -> WorkerHalf:
         assert self._worker is not None, "a hook of the worker was called in the scheduler"
         return self._worker
 
@@ -122,7 +122,7 @@ class KVDockConnector(KVConnectorBase_V1):
     # -- worker ---------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._of_worker.register_kv_caches(kv_caches)
+        self.worker_half.register_kv_caches(kv_caches)
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
@@ -133,7 +133,7 @@ class KVDockConnector(KVConnectorBase_V1):
         self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
     ) -> None:
         """Called instead of :meth:`register_kv_caches` where vLLM lays blocks out as preferred."""
-        self._of_worker.register_kv_caches(
+        self.worker_half.register_kv_caches(
             layers_of_blocks(kv_cache, attn_backend, self._kv_cache_config)
         )
 
@@ -155,23 +155,23 @@ class KVDockConnector(KVConnectorBase_V1):
         return (KVCacheLayout.BLHNC if heads_first else KVCacheLayout.BLNHC).name
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._of_worker.description
+        return self.worker_half.description
 
     @_never_raises()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(kv_connector_metadata, StepMetadata):
-            self._of_worker.handle_preemptions(kv_connector_metadata)
+            self.worker_half.handle_preemptions(kv_connector_metadata)
 
     @_never_raises()
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
-            self._of_worker.begin_step(connector_metadata)
+            self.worker_half.begin_step(connector_metadata)
 
     @_never_raises()
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if (step := self._step) is not None:
-            self._of_worker.start_loads(step)
+            self.worker_half.start_loads(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads end before vLLM schedules their request."""
@@ -187,33 +187,33 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @_never_raises()
     def wait_for_save(self) -> None:
-        self._of_worker.start_stores()
+        self.worker_half.start_stores()
 
     @_never_raises(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._of_worker.get_finished(self._step)
+        return self.worker_half.get_finished(self._step)
 
     @_never_raises(lambda: base.KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Called instead of :meth:`get_finished` by versions that may have several groups."""
-        stored, loaded = self._of_worker.get_finished(self._step)
-        failed = self._of_worker.take_failed_loads()
+        stored, loaded = self.worker_half.get_finished(self._step)
+        failed = self.worker_half.take_failed_loads()
         return base.KVConnectorTransferResults(stored, loaded, failed)
 
     @_never_raises(lambda: set[int]())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._of_worker.take_failed_blocks()
+        return self.worker_half.take_failed_blocks()
 
     @_never_raises()
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        return self._of_worker.take_report()
+        return self.worker_half.take_report()
 
     # -- scheduler ------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
     ) -> None:
-        self._of_scheduler.describe_workers(
+        self.scheduler_half.describe_workers(
             description
             for description in metadata.values()
             if isinstance(description, WorkerDescription)
@@ -226,59 +226,59 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @_never_raises()
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._of_scheduler.bind_block_pool(gpu_block_pool)
+        self.scheduler_half.bind_block_pool(gpu_block_pool)
 
     @_never_raises()
     def on_new_request(self, request: Request) -> None:
-        self._of_scheduler.on_new_request(request)
+        self.scheduler_half.on_new_request(request)
 
     @_never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._of_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        return self.scheduler_half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     @_never_raises()
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._of_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+        self.scheduler_half.update_state_after_alloc(request, blocks, num_external_tokens)
 
     @_never_raises(StepMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._of_scheduler.build_connector_meta(scheduler_output)
+        return self.scheduler_half.build_connector_meta(scheduler_output)
 
     @_never_raises(lambda: False)
     def has_pending_push_work(self) -> bool:
         """Keeps an idle engine stepping until its workers have heard of a new session, and until no
         store is under way: an engine that sleeps gives its cache's memory back.
         """
-        return self._of_scheduler.has_work_for_workers
+        return self.scheduler_half.has_work_for_workers
 
     @_never_raises()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._of_scheduler.update_connector_output(connector_output)
+        self.scheduler_half.update_connector_output(connector_output)
 
     @_never_raises(lambda: (False, None))
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._of_scheduler.request_finished(request, (block_ids,))
+        return self.scheduler_half.request_finished(request, (block_ids,))
 
     @_never_raises(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Called instead of :meth:`request_finished` if the connector is a ``SupportsHMA``."""
-        return self._of_scheduler.request_finished(request, block_ids)
+        return self.scheduler_half.request_finished(request, block_ids)
 
     @_never_raises(lambda: list[Any]())
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._of_scheduler.take_events()
+        return self.scheduler_half.take_events()
 
     @_never_raises(lambda: False)
     def reset_cache(self) -> bool | None:
-        return self._of_scheduler.reset_cache()
+        return self.scheduler_half.reset_cache()
 
     # -- both -----------------------------------------------------------------------------------
 

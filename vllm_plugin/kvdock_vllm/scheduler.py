@@ -1,8 +1,8 @@
 """The half of the connector in vLLM's scheduler. It decides what is loaded and what is stored.
 
 It never keeps a busy engine waiting for the server. Its state is one record per request
-(records.py), and one per load (loads.py) and store (stores.py) under way, since these outlive the
-request. vLLM calls it in this order:
+(engine/records.py), and one per load (engine/loads.py) and store (engine/stores.py) under way,
+since these outlive the request. vLLM calls it in this order:
 
 ``on_new_request``
     sends the request's lookup. Later calls look for the answer.
@@ -38,9 +38,9 @@ from kvdock_vllm.keys import ScopeReader
 from kvdock_vllm.lookups import Lookups
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import Stats
-from kvdock_vllm.parallel import parallel_strategy
-from kvdock_vllm.records import Records
 from kvdock_vllm.scheduler_link import SchedulerLink
+from kvdock_vllm.vllm_parallel import parallel_strategy
+from kvdock_vllm.vllm_records import Records
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +73,7 @@ class SchedulerHalf:
 
         Raises ValueError for what is not supported.
         """
-        _compute_what_cannot_be_loaded(vllm_config.kv_transfer_config)
+        _set_load_failure_policy(vllm_config.kv_transfer_config)
         self._shapes = shapes
         self._save_decode = config.save_decode
         # A load begins where whole blocks of every group are computed.
@@ -89,23 +89,23 @@ class SchedulerHalf:
             else None
         )
         self._stats = Stats()
-        self._records = Records(len(shapes))
-        self._link = SchedulerLink(vllm_config, strategy, shapes, config, self._relay)
+        self.records = Records(len(shapes))
+        self.link = SchedulerLink(vllm_config, strategy, shapes, config, self._relay)
         read_scope = ScopeReader(vllm_config).scope
-        self._lookups = Lookups(
-            self._link, strategy, shapes, read_scope, self._stats, config.lookup_timeout
+        self.lookups = Lookups(
+            self.link, strategy, shapes, read_scope, self._stats, config.lookup_timeout
         )
-        self._loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
+        self.loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
         describe = EventDescriber(vllm_config, kv_cache_config).describe
-        self._stores = Stores(shapes, read_scope, describe, workers=strategy.world_size)
-        self._holds = Holds()
+        self.stores = Stores(shapes, read_scope, describe, workers=strategy.world_size)
+        self.holds = Holds()
         self._stores_at_the_end = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
         # For the next step's metadata.
         self._last_stores: list[StoreSpec] = []
         self._finished: list[str] = []
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        self._holds.bind(pool)
+        self.holds.bind(pool)
         if self._relay is not None:
             self._relay.watch_pool(pool)
 
@@ -114,20 +114,20 @@ class SchedulerHalf:
     ) -> None:
         """Takes descriptions of workers, and begins to connect when all workers are described."""
         if not self._does_nothing:
-            self._link.describe_workers(descriptions, at_start)
+            self.link.describe_workers(descriptions, at_start)
 
     @property
     def has_work_for_workers(self) -> bool:
         """Whether the workers have not heard of a new session, or are storing."""
-        return self._link.has_news or bool(self._stores.under_way)
+        return self.link.has_news or bool(self.stores.under_way)
 
     # -- what is cached -------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """Sends the lookup, so that its answer may be there when the scheduler asks for the hit."""
-        record = self._records.of(request)
+        record = self.records.of(request)
         if not request.skip_reading_prefix_cache:
-            self._lookups.ask(record)
+            self.lookups.ask(record)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -135,21 +135,22 @@ class SchedulerHalf:
         """How many tokens can be loaded beyond the computed ones, and whether the load is
         asynchronous. The number is None while the lookup is not answered.
         """
-        record = self._records.of(request)
+        record = self.records.of(request)
         # vLLM asks only about requests of which nothing is computed (any more).
         record.predates_reset = False
-        # vLLM 0.26 asks even for requests that must not read a cache. A load would overwrite a
-        # partly computed block, which others may be using.
         if (
+            # A load has failed.
             record.bypass
+            # The request must not read a cache. vLLM 0.26 asks all the same.
             or request.skip_reading_prefix_cache
+            # A block is computed in part. A load would overwrite it, and others may be using it.
             or num_computed_tokens % self._block_tokens
         ):
             return 0, False
-        lookup = self._lookups.current(record)
+        lookup = self.lookups.current(record)
         if lookup is None:
             return 0, False
-        hit_tokens = self._lookups.hit_tokens(lookup, num_computed_tokens)
+        hit_tokens = self.lookups.hit_tokens(lookup, num_computed_tokens)
         if hit_tokens is None:
             return None, False
         if self._whole_prompts_only and request.num_tokens - hit_tokens > 1:
@@ -161,41 +162,41 @@ class SchedulerHalf:
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Loads ``num_external_tokens``, the part of the hit that the scheduler takes."""
-        record = self._records.of(request)
+        record = self.records.of(request)
         record.set_tables(blocks.get_block_ids())
         if num_external_tokens > 0:
-            self._loads.begin(record, num_external_tokens, self._link.usable)
+            self.loads.begin(record, num_external_tokens, self.link.usable)
             return
         record.admitted = True
-        self._lookups.note_answer(record)
+        self.lookups.note_answer(record)
 
     # -- steps ----------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
-        num_busy = len(scheduler_output.num_scheduled_tokens) + len(self._loads.under_way)
-        self._lookups.begin_step(has_forward)
+        num_busy = len(scheduler_output.num_scheduled_tokens) + len(self.loads.under_way)
+        self.lookups.begin_step(has_forward)
         metadata = StepMetadata(
-            news=self._link.take_news(),
-            loads=self._loads.take_new(),
+            news=self.link.take_news(),
+            loads=self.loads.take_new(),
             stores=self._last_stores,
             finished=self._finished,
             has_forward=has_forward,
-            has_waiting=len(self._records) > num_busy,
+            has_waiting=len(self.records) > num_busy,
         )
         self._last_stores, self._finished = [], []
         # vLLM waits for the loads, so they reach the workers whatever fails here.
         try:
             written = {block for spec in metadata.loads for block in spec.block_ids}
             written.update(blocks_written(self._shapes, scheduler_output))
-            metadata.overwritten = self._stores.reading(written)
+            metadata.overwritten = self.stores.reading(written)
         except Exception:
             _log.exception("which blocks are given out is not known, so all stores end")
-            metadata.overwritten = list(self._stores.under_way)
+            metadata.overwritten = list(self.stores.under_way)
         try:
-            follow_blocks(self._records, scheduler_output, self._loads.under_way)
+            follow_blocks(self.records, scheduler_output, self.loads.under_way)
             metadata.stores += self._plan_stores(scheduler_output)
-            self._holds.renew(self._stores.leaving(scheduler_output.num_scheduled_tokens))
+            self.holds.renew(self.stores.leaving(scheduler_output.num_scheduled_tokens))
         except Exception:
             _log.exception("planning what to store failed")
         return metadata
@@ -203,12 +204,12 @@ class SchedulerHalf:
     def _plan_stores(self, scheduler_output: SchedulerOutput) -> list[StoreSpec]:
         """Stores of the chunks that become complete in this step."""
         specs: list[StoreSpec] = []
-        live = self._link.usable
+        live = self.link.usable
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
-            record = self._records.get(request_id)
+            record = self.records.get(request_id)
             if record is None:
                 continue
-            self._lookups.note_answer(record)
+            self.lookups.note_answer(record)
             if live is None or self._stores_at_the_end:
                 continue
             request = record.request
@@ -234,13 +235,14 @@ class SchedulerHalf:
         if not self._save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
         if (awaited := record.lookup) is not None:
-            # The answer says what need not be stored, so chunks that were looked up wait for it.
-            # A chunk behind them ends the wait: its blocks may be gone before an answer comes,
-            # with the request or from a window.
+            # The lookup's answer will say which chunks the server has. So these are not stored
+            # before it comes. The wait ends when the request has completed a chunk behind those
+            # that were looked up: its blocks may be given out before an answer comes, because the
+            # request ends or because a window leaves them behind.
             if num_tokens < awaited.most_tokens + target.chunk_tokens:
                 return None
             record.forget_lookup()
-        return self._stores.plan(record, num_tokens, target, held_from=held_from, is_last=is_last)
+        return self.stores.plan(record, num_tokens, target, held_from=held_from, is_last=is_last)
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -250,10 +252,10 @@ class SchedulerHalf:
             if report.descriptions:
                 self.describe_workers(report.descriptions, at_start=False)
             for job_id, outcome in report.stores.items():
-                if self._stores.note(job_id, outcome):
-                    self._holds.release(job_id)
-                    self._link.note_end(job_id)
-        self._loads.note_failures(
+                if self.stores.note(job_id, outcome):
+                    self.holds.release(job_id)
+                    self.link.note_end(job_id)
+        self.loads.note_failures(
             output.invalid_block_ids, getattr(output, "failed_recving", ()), self._block_tokens
         )
         for request_id in output.finished_recving or ():
@@ -265,13 +267,13 @@ class SchedulerHalf:
         """Whether vLLM must keep the blocks until the workers report the request, and the
         kv_transfer_params of the response. ``block_ids`` has the request's blocks for each group.
         """
-        record = self._records.pop(request.request_id, None)
+        record = self.records.pop(request.request_id, None)
         if record is None:
             return False, None
         answer = _extra_tokens_answer(request, record)
         # vLLM itself keeps the blocks of a request that is loading.
-        is_loading = request.request_id in self._loads.under_way
-        self._lookups.note_answer(record)
+        is_loading = request.request_id in self.loads.under_way
+        self.lookups.note_answer(record)
         try:
             if not is_loading and _ended_by_itself(request):
                 self._plan_last_store(record, block_ids)
@@ -284,7 +286,7 @@ class SchedulerHalf:
 
     def _plan_last_store(self, record: Record, block_ids: Sequence[Sequence[int]]) -> None:
         """Stores what the last step completed. The last token itself was never computed."""
-        live = self._link.usable
+        live = self.link.usable
         if live is None:
             return
         request = record.request
@@ -296,12 +298,12 @@ class SchedulerHalf:
 
     def _end_load(self, request_id: str) -> None:
         """Takes note that all workers have ended a request's load."""
-        load = self._loads.end(request_id)
+        load = self.loads.end(request_id)
         if load is None:
             return
         self._stats.add("loaded_tokens", load.loaded_tokens)
         self._stats.add("failed_loads", load.has_failed)
-        record = self._records.get(request_id)
+        record = self.records.get(request_id)
         if record is None:
             return
         if not record.admitted:
@@ -323,11 +325,11 @@ class SchedulerHalf:
         """
         if self._does_nothing:
             return True
-        for record in self._records.values():
+        for record in self.records.values():
             record.forget_lookup()
             record.stored_chunks = 0
             record.predates_reset = any(record.tables)
-        self._link.reset(self._stores.under_way)
+        self.link.reset(self.stores.under_way)
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -338,12 +340,12 @@ class SchedulerHalf:
         return self._stats.take()
 
     def shutdown(self) -> None:
-        self._link.close()
+        self.link.close()
         if self._relay is not None:
             self._relay.close()
 
 
-def _compute_what_cannot_be_loaded(transfer: Any) -> None:
+def _set_load_failure_policy(transfer: Any) -> None:
     """Sets and logs vLLM's policy for failed loads. vLLM's scheduler reads it after our
     constructor.
 

@@ -24,10 +24,10 @@ from kvdock_vllm.engine.transfers.base import CountWorkers, Transfers
 from kvdock_vllm.engine.transfers.shared import HostMover, SharedTransfers
 from kvdock_vllm.engine.worker_link import WorkerLink
 from kvdock_vllm.kernels import hits_change_answers
-from kvdock_vllm.layout import group_layout
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import Stats, workers_gauge
-from kvdock_vllm.parallel import parallel_strategy
+from kvdock_vllm.vllm_layout import group_layout
+from kvdock_vllm.vllm_parallel import parallel_strategy
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +65,9 @@ class WorkerHalf:
         self.description: WorkerDescription | None = None
         """For the scheduler's half. None before :meth:`register_kv_caches`."""
         self._has_told_description = False
-        self._link = WorkerLink(str(transfer.engine_id), self._strategy, shapes, config.address)
-        self._loads = LoadJobs(self._link)
-        self._stores = StoreJobs(self._link)
+        self.link = WorkerLink(str(transfer.engine_id), self._strategy, shapes, config.address)
+        self.loads = LoadJobs(self.link)
+        self.stores = StoreJobs(self.link)
         self._outcomes = Outcomes()
         self._mode_changes: SimpleQueue[tuple[TransferMode, int]] = SimpleQueue()
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.steps_alone else 0.0
@@ -87,10 +87,10 @@ class WorkerHalf:
             group_layout(group, kv_caches, self._kv_cache_config.num_blocks)
             for group in self._kv_cache_config.kv_cache_groups
         )
-        self._link.layouts = layouts
-        self._link.transfers = _choose_transfers(
+        self.link.layouts = layouts
+        self.link.transfers = _choose_transfers(
             layouts,
-            self._link.shapes,
+            self.link.shapes,
             kv_caches,
             self._strategy,
             self._transfer_mode,
@@ -105,7 +105,7 @@ class WorkerHalf:
             use_mla=self._strategy.use_mla,
         )
         if not self._does_nothing:
-            self._link.start()
+            self.link.start()
 
     def _with_kernels(self, pages: Sequence[str]) -> tuple[str, ...]:
         """Adds the kernels of its layer to each page: they decide what is in the page."""
@@ -121,27 +121,27 @@ class WorkerHalf:
         are not begun: with speculative decoding vLLM's V1 runner calls wait_for_save only in the
         last pipeline stage.
         """
-        self._stores.begin()
-        self._stores.make_way(metadata.overwritten)
+        self.stores.begin()
+        self.stores.make_way(metadata.overwritten)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Notes the step's work, before any of it is done or asked for."""
         if metadata.news is not None:
-            self._loads.expect(metadata.news)
+            self.loads.expect(metadata.news)
         for spec in metadata.stores:
             if self._strategy.stores:
-                self._stores.note(spec)
+                self.stores.note(spec)
             else:
                 self._outcomes.stores[spec.job_id] = StoreOutcome(workers=1, refused_from=None)
-        self._stores.hold(metadata.finished)
+        self.stores.hold(metadata.finished)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         for spec in metadata.loads:
-            self._loads.begin(spec)
+            self.loads.begin(spec)
 
     def start_stores(self) -> None:
         """Hands the noted stores to the background. Their blocks must have been computed."""
-        self._stores.begin()
+        self.stores.begin()
 
     def get_finished(self, metadata: StepMetadata | None) -> tuple[set[str], set[str]]:
         """Requests whose stores have ended (of those whose blocks vLLM holds) and whose loads have,
@@ -152,19 +152,19 @@ class WorkerHalf:
         idle = metadata is not None and not metadata.has_forward
         if idle:
             # Some versions of vLLM skip wait_for_save in a step without computation.
-            self._stores.begin()
+            self.stores.begin()
         if metadata is not None and metadata.has_waiting:
-            self._stores.free_held()
-        may_wait = idle and self._loads.under_way and not self._steps_with_news
-        something_ended = self._link.something_ended
+            self.stores.free_held()
+        may_wait = idle and self.loads.under_way and not self._steps_with_news
+        something_ended = self.link.something_ended
         if may_wait and self._idle_wait:
             something_ended.wait(self._idle_wait)
         something_ended.clear()
-        self._loads.report(self._outcomes)
-        self._stores.report(self._outcomes)
+        self.loads.report(self._outcomes)
+        self.stores.report(self._outcomes)
         loaded, self._outcomes.loaded = self._outcomes.loaded, set()
         self._steps_with_news = _NEWS_STEPS if loaded else max(0, self._steps_with_news - 1)
-        return self._stores.take_read(), loaded
+        return self.stores.take_read(), loaded
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that a load did not fill, since the last call. Only for models of one group: of
@@ -199,9 +199,9 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """Lets stores finish that take a moment, gives up the others, and ends the session."""
-        self._stores.close()
-        self._loads.close()
-        self._link.close()
+        self.stores.close()
+        self.loads.close()
+        self.link.close()
 
 
 def _choose_transfers(
