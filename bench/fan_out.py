@@ -74,22 +74,32 @@ class Rank(Worker):
 
     def load(self, start: float, lease: int, others: list[int]) -> float:
         """Retrieve for this rank and ``others`` at the time ``start``; when it was answered."""
-        ids = self.case.block_ids
-        return self._retrieve(start, lease, block_ids=ids, also_fill=others)
-
-    def ask(self, start: float, lease: int) -> float:
-        """Ask at the time ``start`` what came of another rank's call; when it was answered."""
-        end = self.case.geometry.chunks
-        return self._retrieve(start, lease, end=end, filled_by=0)
-
-    def _retrieve(self, start: float, lease: int, **arguments: Any) -> float:
-        assert self._session is not None
-        while time.monotonic() < start:
-            pass
-        results = self._session.retrieve(lease, reader=self._rank, **arguments)
+        _wait_until(start)
+        results = self._opened().retrieve(
+            lease, reader=self._rank, block_ids=self.case.block_ids, also_fill=others
+        )
         ended = time.monotonic()
         _all_are("RETRIEVED", [result.status for result in results])
         return ended
+
+    def ask(self, start: float, lease: int) -> float:
+        """Ask at the time ``start`` what came of another rank's call; when it was answered."""
+        _wait_until(start)
+        statuses = self._opened().await_fill(
+            lease, 0, self.case.geometry.chunks, filled_by=0, reader=self._rank
+        )
+        ended = time.monotonic()
+        _all_are("RETRIEVED", statuses)
+        return ended
+
+    def _opened(self) -> Session:
+        assert self._session is not None
+        return self._session
+
+
+def _wait_until(start: float) -> None:
+    while time.monotonic() < start:
+        pass
 
 
 def _all_are(wanted: str, statuses: Sequence[Any]) -> None:

@@ -1,9 +1,10 @@
 """The server's clock, estimated from its answers. Pure.
 
 The server must know how long a request was under way, so that it does not work for a caller who has
-gone. Client and server have no common clock if they are on different hosts or time namespaces. The
-server alone cannot measure the time: a request that waited long looks like one from a client whose
-clock stood still. The client can, since it knows when it sent a request and when the answer came.
+gone. Client and server have no common clock if they are on different hosts or time namespaces. So
+the server alone cannot measure the time: a request that was sent long ago looks the same to it as
+one whose client has a clock that is behind. The client can measure it, since it knows when it sent
+a request and when the answer came.
 """
 
 from __future__ import annotations

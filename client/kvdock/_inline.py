@@ -121,9 +121,9 @@ class PutTransfer:
 
     def _admit(self, admission: cache_pb2.PutAdmission) -> None:
         admitted = []
-        for index, status in enumerate(admission.statuses):
-            if status != types_pb2.CHUNK_STATUS_RESERVED:
-                self._statuses[index] = ChunkStatus(status)
+        for index, chunk in enumerate(admission.chunks):
+            if chunk.status != types_pb2.CHUNK_STATUS_RESERVED:
+                self._statuses[index] = ChunkStatus(chunk.status)
                 continue
             nbytes = self._shards[index].nbytes
             if nbytes != admission.shard_bytes:

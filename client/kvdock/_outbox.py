@@ -17,7 +17,8 @@ from kvdock.errors import Overloaded
 from kvdock.v1 import session_pb2
 
 LOOKUPS_UNDER_WAY = 8
-"""Enough to keep the server busy. Those of 25 sessions keep it busy for 0.1 s."""
+"""Enough to keep the server busy, and few enough for it to answer soon. If 25 sessions have so many
+under way, the server needs 0.1 s for all of them."""
 
 MOST_WAITING_BYTES = 16 << 20
 _OBJECT_BYTES = 1 << 10

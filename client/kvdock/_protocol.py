@@ -1,7 +1,8 @@
 """The protocol of a session stream, without I/O.
 
 A SessionProtocol chooses what is sent next, matches answers to requests and knows when the session
-is over. The two faces move the messages and own the futures. Here a future is only a handle.
+is over. It has two faces, one for threads and one for asyncio. They send and receive the messages.
+A face passes a handle with each request (its future), and gets the handle back with the answer.
 
 A session is open until it expires or ends. It expires when the server takes the locks away because
 it heard nothing for a TTL: the stream goes on (:meth:`SessionProtocol.expire`). It ends with its
@@ -39,6 +40,7 @@ _FIELD_OF_REQUEST: Mapping[type[Message], str] = {
     cache_pb2.AbortRequest: "abort",
     cache_pb2.StoreRequest: "store",
     cache_pb2.RetrieveRequest: "retrieve",
+    cache_pb2.AwaitFillRequest: "await_fill",
     session_pb2.RegisterMemoryRequest: "register_memory",
 }
 
@@ -162,7 +164,10 @@ def session_lost(error: KVDockError) -> SessionLost:
 
 
 def again(error: KVDockError) -> KVDockError:
-    """A copy to raise. An error that is kept keeps its traceback, and all objects in that."""
+    """A copy of a kept error, to be raised.
+
+    An error that is raised gets a traceback, which keeps all local variables on its way alive.
+    """
     copy = type(error)(
         error.message,
         code=error.code,

@@ -100,13 +100,13 @@ class SessionVerbs(ABC):
         self,
         lease: Lease | int,
         first: int = 0,
-        end: int = 0,
+        end: int | None = None,
         *,
         reader: int | None = None,
         group_idx: int | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Frees locks on chunks [first, end) of the lookup; ``end`` 0 means to the end.
+        """Frees locks on chunks [first, end) of the lookup; ``end`` None means to the end.
 
         Returns how many locks it freed: a second call frees none. ``reader`` None frees the locks
         of all readers, and on a worker's session the worker's own. ``group_idx`` None frees those
@@ -237,7 +237,7 @@ class SessionVerbs(ABC):
         self,
         lease: Lease | int,
         first: int = 0,
-        end: int = 0,
+        end: int | None = None,
         *,
         group_idx: int | None = None,
         kv_worker_id: int = 0,
@@ -246,20 +246,19 @@ class SessionVerbs(ABC):
         skip_blocks: int = 0,
         ready_event: bytes = b"",
         also_fill: Sequence[int] = (),
-        filled_by: int | None = None,
         timeout: float | None = None,
     ) -> list[ChunkResult]:
-        """Delivers the locked chunks [first, end) of the lookup; ``end`` 0 means to the end.
+        """Delivers the locked chunks [first, end) of the lookup; ``end`` None means to the end.
 
         In shared mode the answer says where the chunks lie. Copy them, then free the locks, and use
         the copy only if :meth:`free_locks` released every lock.
 
         In server mode the server has copied the chunks to ``block_ids`` when it answers, and the
         locks are free. ``also_fill`` names other readers of the same shard, which get the same
-        bytes. Each of them calls retrieve with ``filled_by``, the reader that fills it, to learn
-        the outcome. After DeadlineExceeded or SessionLost the server may still write to the blocks,
-        until its process has ended (:class:`kvdock.liveness.ServerProcess`), or until a new session
-        of the worker has registered the memory.
+        bytes. Each of them learns the outcome by :meth:`await_fill`. After DeadlineExceeded or
+        SessionLost the server may still write to the blocks, until its process has ended
+        (:class:`kvdock.liveness.ServerProcess`), or until a new session of the worker has
+        registered the memory.
 
         Raises UnknownLease, ForeignLease, DeviceMemory.
         """
@@ -275,9 +274,46 @@ class SessionVerbs(ABC):
                 skip_blocks=skip_blocks,
                 ready_event=ready_event,
                 also_fill=also_fill,
-                filled_by=filled_by,
             )
         return self._call(Call(request, _results), timeout)
+
+    def await_fill(
+        self,
+        lease: Lease | int,
+        first: int,
+        end: int,
+        *,
+        filled_by: int,
+        group_idx: int | None = None,
+        kv_worker_id: int = 0,
+        reader: int = 0,
+        timeout: float | None = None,
+    ) -> list[ChunkStatus]:
+        """Waits until the retrieve of reader ``filled_by`` has filled this reader (server mode).
+
+        That call names this reader in ``also_fill``, and the same lease, group and chunks
+        [first, end). Either call may come first. Returns RETRIEVED, NOT_LOCKED or FAILED for each
+        chunk; this reader's locks on them are free then. After ``timeout`` the reader gives up:
+        nothing writes to its blocks any more.
+
+        Raises DeviceMemory if this reader must retrieve by itself, since it or the other has
+        registered no memory; WrongMode, UnknownLease, ForeignLease.
+        """
+        seconds = self._seconds(timeout)
+        with within_limits("await_fill"):
+            timeout_ms = _verbs.limit_ms(seconds)
+            request = cache_pb2.AwaitFillRequest(
+                lease_id=_verbs.lease_id(lease),
+                group_idx=group_idx,
+                first_chunk=first,
+                end_chunk=end,
+                kv_worker_id=kv_worker_id,
+                reader=reader,
+                filled_by=filled_by,
+                timeout_ms=timeout_ms,
+                deadline_ns=time.monotonic_ns() + timeout_ms * 1_000_000,
+            )
+        return self._call(Call(request, _statuses), seconds)
 
 
 _ReserveCall = Call[cache_pb2.ReserveRequest, cache_pb2.ReserveResponse, Reservation]
@@ -380,8 +416,10 @@ def _reservation_id(reservation: Reservation | int) -> int:
     return reservation.id if isinstance(reservation, Reservation) else reservation
 
 
-def _statuses(response: cache_pb2.CommitResponse | cache_pb2.StoreResponse) -> list[ChunkStatus]:
-    return [ChunkStatus(status) for status in response.statuses]
+def _statuses(
+    response: cache_pb2.CommitResponse | cache_pb2.StoreResponse | cache_pb2.AwaitFillResponse,
+) -> list[ChunkStatus]:
+    return [ChunkStatus(chunk.status) for chunk in response.chunks]
 
 
 def _aborted(response: cache_pb2.AbortResponse) -> int:

@@ -149,7 +149,7 @@ def lookup(
 
 @within_limits("free_locks")
 def free_locks(
-    lease: Lease | int, first: int, end: int, reader: int | None, group_idx: int | None
+    lease: Lease | int, first: int, end: int | None, reader: int | None, group_idx: int | None
 ) -> Call[cache_pb2.FreeLocksRequest, cache_pb2.FreeLocksResponse, int]:
     locks = cache_pb2.LockRange(
         lease_id=lease_id(lease),
@@ -158,7 +158,10 @@ def free_locks(
         reader=reader,
         group_idx=group_idx,
     )
-    return Call(cache_pb2.FreeLocksRequest(locks=[locks]), lambda response: sum(response.released))
+    return Call(
+        cache_pb2.FreeLocksRequest(locks=[locks]),
+        lambda response: sum(freed.released for freed in response.freed),
+    )
 
 
 def status() -> Call[admin_pb2.StatusRequest, admin_pb2.StatusResponse, admin_pb2.StatusResponse]:
@@ -178,16 +181,29 @@ def list_chunks(namespace: str, group_idx: int | None) -> admin_pb2.ListChunksRe
 
 
 @within_limits("clear")
-def clear(namespace: str) -> Call[admin_pb2.ClearRequest, admin_pb2.ClearResponse, int]:
-    return Call(admin_pb2.ClearRequest(namespace=namespace), lambda response: response.parts)
+def clear(
+    namespace: str | None, everything: bool
+) -> Call[admin_pb2.ClearRequest, admin_pb2.ClearResponse, int]:
+    if (namespace is not None) == everything:
+        raise InvalidArgument("clear takes either a namespace or all=True")
+    request = (
+        admin_pb2.ClearRequest(all=True)
+        if namespace is None
+        else admin_pb2.ClearRequest(namespace=namespace)
+    )
+    return Call(request, lambda response: response.parts)
 
 
 @within_limits("evict")
-def evict(nbytes: int) -> Call[admin_pb2.EvictRequest, admin_pb2.EvictResponse, Evicted]:
-    return Call(
-        admin_pb2.EvictRequest(bytes=nbytes),
-        lambda response: Evicted(response.parts, response.bytes),
+def evict(
+    nbytes: int | None, everything: bool
+) -> Call[admin_pb2.EvictRequest, admin_pb2.EvictResponse, Evicted]:
+    if (nbytes is not None) == everything:
+        raise InvalidArgument("evict takes either a number of bytes or all=True")
+    request = (
+        admin_pb2.EvictRequest(all=True) if nbytes is None else admin_pb2.EvictRequest(bytes=nbytes)
     )
+    return Call(request, lambda response: Evicted(response.parts, response.bytes))
 
 
 def event_data_messages(

@@ -133,13 +133,13 @@ class Client(ClientBase):
         self,
         lease: Lease | int,
         first: int = 0,
-        end: int = 0,
+        end: int | None = None,
         *,
         reader: int | None = None,
         group_idx: int | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Frees locks on chunks [first, end) of a lookup; ``end`` 0 means to the end.
+        """Frees locks on chunks [first, end) of a lookup; ``end`` None means to the end.
 
         Returns how many locks it freed: a second call frees none. Raises ForeignLease for a lease
         that was asked for on a session: only a session can free that.
@@ -294,16 +294,24 @@ class Client(ClientBase):
         first = list(itertools.islice(responses, 1))
         return (message_from_proto(response) for response in itertools.chain(first, responses))
 
-    def clear(self, namespace: str = "", *, timeout: float | None = None) -> int:
-        """Makes everything in a namespace invisible, or in every one if ``namespace`` is empty.
+    def clear(
+        self, namespace: str | None = None, *, all: bool = False, timeout: float | None = None
+    ) -> int:
+        """Makes everything in a namespace invisible, or with ``all`` everything in every namespace.
 
-        Returns how many parts there were.
+        Returns how many parts there were. Raises InvalidArgument unless one of the two is given,
+        UnknownNamespace.
         """
-        return self._call(self._admin.Clear, _verbs.clear(namespace), timeout)
+        return self._call(self._admin.Clear, _verbs.clear(namespace, all), timeout)
 
-    def evict(self, nbytes: int = 0, *, timeout: float | None = None) -> Evicted:
-        """Drops at least ``nbytes`` of unlocked parts, the least useful first; 0: all of them."""
-        return self._call(self._admin.Evict, _verbs.evict(nbytes), timeout)
+    def evict(
+        self, nbytes: int | None = None, *, all: bool = False, timeout: float | None = None
+    ) -> Evicted:
+        """Drops at least ``nbytes`` of unlocked parts, the least useful first, or ``all`` of them.
+
+        Raises InvalidArgument unless one of the two is given.
+        """
+        return self._call(self._admin.Evict, _verbs.evict(nbytes, all), timeout)
 
     def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """``SERVING`` or ``NOT_SERVING``, of one service or of the server as a whole."""

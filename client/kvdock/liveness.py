@@ -49,7 +49,7 @@ class ServerProcess:
                 fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            # By such locks other servers tell whether the file's server is dead.
+            # Given back at once: to a server that starts, a locked file is that of a living server.
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._gone_since = time.monotonic()
         return time.monotonic() - self._gone_since >= _AFTERMATH_SECONDS

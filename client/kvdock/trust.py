@@ -153,7 +153,7 @@ def _file_fault(descriptor: int, segment: Segment) -> str | None:
             f"processes see the same /dev/shm?"
         )
     if len(segment.proof) != _PROOF_BYTES:
-        return f"the server proves that by {len(segment.proof)} bytes, not by {_PROOF_BYTES}"
+        return f"the server's proof has {len(segment.proof)} bytes, and not {_PROOF_BYTES}"
     if os.pread(descriptor, _PROOF_BYTES, found.st_size - _PROOF_BYTES) != segment.proof:
-        return "it does not hold what the server proves that by"
+        return "the proof at its end is not the one that the server sent"
     return None

@@ -48,7 +48,10 @@ class GroupKind(ProtocolEnum):
 
 
 class ChunkStatus(ProtocolEnum):
-    """Outcome for one chunk of a call. UNSPECIFIED is no success."""
+    """Outcome for one chunk of a call.
+
+    UNSPECIFIED is what this client does not know: a failure, nothing was stored or delivered.
+    """
 
     UNSPECIFIED = types_pb2.CHUNK_STATUS_UNSPECIFIED
     STORED = types_pb2.CHUNK_STATUS_STORED
@@ -207,7 +210,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """Outcome for one chunk of Reserve or Retrieve."""
+    """Outcome for one chunk of a call."""
 
     status: ChunkStatus
     location: Location | None

@@ -15,7 +15,7 @@ from kvdock_server.metrics import MetricsEndpoint
 from kvdock_server.rpc.server import Server
 from kvdock_server.service.turns import in_turns
 from kvdock_server.tiers.host.pool import Pool
-from kvdock_server.tiers.host.segment import reclaim_stale_segments
+from kvdock_server.tiers.host.segment import remove_stale_segments
 from kvdock_server.transfer import GpuTransfers
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ async def run(config: Config) -> None:
     with claimed(address):
         if config.metrics_listen:
             refuse_taken("metrics_listen", config.metrics_listen)
-        for name in reclaim_stale_segments():
+        for name in remove_stale_segments():
             logger.info("reclaimed shared memory that a killed server left behind: %s", name)
         pool = Pool(config.memory)
         try:

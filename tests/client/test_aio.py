@@ -69,7 +69,7 @@ async def test_the_calls(client: kvdock.aio.Client, prompt: Any) -> None:
     assert [entry.parts for entry in await client.namespaces()] == [4]
     assert await client.health() == "SERVING"
     assert (await client.evict(1)).parts == 1
-    assert await client.clear() == 3
+    assert await client.clear(all=True) == 3
     assert (await client.status()).index.chunks == 0
 
 

@@ -229,6 +229,7 @@ MISTAKES = [
     (["ls", "--label", "model"], 2, "NAME=VALUE"),
     (["clear", "n"], 1, "not registered"),
     (["clear"], 2, "NAMESPACE"),
+    (["clear", ""], 1, "not registered"),
     (["clear", "n", "--all"], 2, "NAMESPACE"),
     (["put", "n", "ab" * 32, "--register", "--file", "/dev/null"], 2, "0 bytes cannot be parted"),
     (["put", "n", "--tokens", "-"], 2, "both"),

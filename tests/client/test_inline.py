@@ -19,7 +19,10 @@ def put(shards: list[bytes] = SHARDS) -> PutTransfer:
 def admission(*statuses: ChunkStatus) -> cache_pb2.PutResponse:
     return cache_pb2.PutResponse(
         admission=cache_pb2.PutAdmission(
-            statuses=[types_pb2.ChunkStatus.ValueType(status) for status in statuses],
+            chunks=[
+                cache_pb2.ChunkResult(status=types_pb2.ChunkStatus.ValueType(status))
+                for status in statuses
+            ],
             shard_bytes=SIZE,
         )
     )

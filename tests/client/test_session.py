@@ -66,6 +66,8 @@ def test_shared_mode_from_reserve_to_the_copy_back(session: kvdock.Session, prom
     assert copies == prompt.shards
     with pytest.raises(errors.UnknownLease):
         session.retrieve(999)
+    with pytest.raises(errors.WrongMode):
+        session.await_fill(hit.lease, 0, 4, filled_by=1)
 
 
 def test_an_abort_gives_memory_back(

@@ -266,7 +266,7 @@ def test_consumers_see_what_the_server_has_beside_what_the_engine_has(
             lambda heard: len(heard.on("CPU")) == 4 * per_chunk,
             "one chunk less",
         )
-        client.evict()
+        client.evict(all=True)
         until(engine, subscriber, lambda heard: not heard.on("CPU"), "nothing on the CPU")
         assert sum(len(event["block_hashes"]) for event in heard.removed) >= 5 * per_chunk
 
@@ -352,7 +352,7 @@ def test_consumers_see_each_group_of_a_hybrid_model(tmp_path: Path, window: int)
             # Of windows the engine itself keeps what the prompts' ends need, and no more.
             assert of_engine & of_ours if label[1] else of_engine >= of_ours
 
-        client.evict()
+        client.evict(all=True)
         until(engine, subscriber, lambda heard: not heard.on("CPU"), "nothing on the CPU")
         assert {event["group_idx"] for event in heard.removed if event["medium"] == "CPU"} == {
             0,

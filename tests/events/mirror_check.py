@@ -340,7 +340,8 @@ class Writer:
         self.client.evict(self._chance.randint(1, 40) * SHARD)
 
     def clear(self) -> None:
-        self.client.clear(self._chance.choice(["", *NAMESPACES]))
+        namespace = self._chance.choice([None, *NAMESPACES])
+        self.client.clear(namespace, all=namespace is None)
 
     def lose_session(self) -> None:
         sessions = self._chance.choice(list(self._sessions.values()))

@@ -92,7 +92,7 @@ def test_json_lines_from_a_snapshot_and_resumed_at_any_of_them(
     }
     assert first[0]["cursor"] is None
     client.evict(SHARD)
-    client.clear()
+    client.clear(all=True)
     where = first[-1]["cursor"]
     gone, cleared = (
         json.loads(line) for line in lines(server_with_log, 2, "--json", "--from", where)

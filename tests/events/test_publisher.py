@@ -113,7 +113,7 @@ def test_what_waited_in_vain_is_removed_in_silence() -> None:
     first, second = reserve(core, prompt(1, 2))
     core.seal(second)
     core.index.abort(first)
-    at_once(core.evict_in_steps(0))
+    at_once(core.evict_all_in_steps())
     assert core.index.sealed_bytes == 0
     assert events_of(core) == []
 
@@ -135,7 +135,7 @@ def test_removal_tells_the_hashes_that_were_announced() -> None:
         core.seal(slot)
         if read_before:
             events_of(core)
-        at_once(core.evict_in_steps(0))
+        at_once(core.evict_all_in_steps())
         gone = events_of(core)[-1].removed
         assert (gone.key, list(gone.block_hashes)) == (key(1), [key(1)])
 
@@ -145,14 +145,14 @@ def test_clear_is_one_event_and_what_was_being_written_then_never_appears() -> N
     *done, writing = reserve(core, prompt(1, 2, 3))
     for slot in done:
         core.seal(slot)
-    core.clear("")
+    core.clear_all()
     core.seal(writing)
     assert [event.WhichOneof("event") for event in events_of(core)] == [
         "stored",
         "stored",
         "cleared",
     ]
-    core.clear("")
+    core.clear_all()
     assert len(events_of(core)) == 3
 
 
@@ -173,7 +173,7 @@ def test_absent_group_is_not_group_0() -> None:
         core = make_core(full(group_idx))
         (slot,) = reserve(core, prompt(1), **({} if group_idx is None else {"group_idx": 0}))
         core.seal(slot)
-        at_once(core.evict_in_steps(0))
+        at_once(core.evict_all_in_steps())
         stored, removed = events_of(core)
         assert stored.stored.HasField("group_idx") == (group_idx is not None)
         assert removed.removed.HasField("group_idx") == (group_idx is not None)
@@ -198,7 +198,7 @@ def test_each_medium_is_announced_for_itself() -> None:
         event.stored.data for event in events_of(core)[:2]
     ]
 
-    at_once(core.evict_in_steps(0))
+    at_once(core.evict_all_in_steps())
     gone = events_of(core, 4)
     assert told(gone) == [("removed", one) for one in reversed(prompt(1, 2))]
     assert {event.removed.medium for event in gone} == {pb.MEDIUM_CPU}
@@ -239,7 +239,7 @@ def test_messages_are_what_protobuf_would_write() -> None:
     core = make_core(full(0))
     for slot in reserve(core, prompt(1, 2), group_idx=0):
         core.seal(slot)
-    at_once(core.evict_in_steps(0))
+    at_once(core.evict_all_in_steps())
     assert core.events is not None
     events = core.events.log.read(0, 100, 1 << 20)
     assert events is not None
@@ -263,14 +263,14 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
             for slot in slots[1:]:
                 core.seal(slot)
             core.index.abort(slots[0])
-        at_once(core.evict_in_steps(0))
-        (state,) = core.events._told.values()
+        at_once(core.evict_all_in_steps())
+        (state,) = core.events._known.values()
         assert state.data == {}
         for there in state.media.values():
             assert (there.announced, there.waiting) == ({}, {})
     reserve(core, prompt(1, 2), group_idx=0)
-    core.clear("")
-    assert not core.events._told
+    core.clear_all()
+    assert not core.events._known
     for number in range(_MAX_NAMESPACES + 5):
         name = f"n{number}"
         core.index.register(Namespace(name, 16, 1, (full(0),)))
@@ -279,8 +279,8 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
         )
         assert isinstance(slot, Slot)
         core.seal(slot)
-        at_once(core.evict_in_steps(0))
-    assert len(core.events._told) <= _MAX_NAMESPACES
+        at_once(core.evict_all_in_steps())
+    assert len(core.events._known) <= _MAX_NAMESPACES
 
 
 class EventsMachine(RuleBasedStateMachine):

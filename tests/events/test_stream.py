@@ -137,7 +137,7 @@ def test_an_event_says_everything_that_was_told(client: Client) -> None:
     client.evict(SHARD)
     (gone,) = events(read(client, cursor))
     assert gone == Removed(3, "n", key(1, 2), (key(1, 2)[:8], key(1, 2)[8:]), Medium.CPU, None)
-    client.clear()
+    client.clear(all=True)
     assert events(read(client, cursor))[-1] == Cleared(4, "n")
 
 

@@ -74,8 +74,8 @@ class RankWorker(kv_worker.Worker):
 
     def ask(self, lease: int, chunks: int) -> list[str]:
         """What came of another rank's Retrieve for this one; the status of each chunk."""
-        results = self.session.retrieve(lease, end=chunks, reader=self.rank, filled_by=0)
-        return [result.status.name for result in results]
+        statuses = self.session.await_fill(lease, 0, chunks, filled_by=0, reader=self.rank)
+        return [status.name for status in statuses]
 
 
 if __name__ == "__main__":

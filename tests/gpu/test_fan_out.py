@@ -167,7 +167,7 @@ def test_one_retrieve_fills_all_ranks(ranks: Ranks, server: Any, layout: str) ->
 @several_gpus
 @pytest.mark.parametrize("ranks", ["all"], indirect=True)
 @pytest.mark.parametrize("layout", ["latent", "layer_major", "block_major"])
-def test_a_load_of_many_windows(ranks: Ranks, server: Any, layout: str) -> None:
+def test_a_load_of_many_portions(ranks: Ranks, server: Any, layout: str) -> None:
     """120 MiB; with layers apart in segments of 32 KiB, which a kernel passes on."""
     ranks.make(layout, "bf16", 20, 400, 32768)
     loads = load_and_compare(ranks, server, 400, 48, 0)

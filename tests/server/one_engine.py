@@ -67,7 +67,7 @@ class Engine:
             self.workers[0].session,
             pb.StoreRequest(namespace="model", keys=KEYS, block_ids=range(len(KEYS) * PER_CHUNK)),
         )
-        assert set(stored.statuses) == {types.CHUNK_STATUS_STORED}
+        assert {chunk.status for chunk in stored.chunks} == {types.CHUNK_STATUS_STORED}
         self.bytes = cache[: len(KEYS) * CHUNK].copy()
         cache[:] = 0
 
@@ -103,8 +103,10 @@ class Engine:
         return await self.send(0, pb.RetrieveRequest(lease_id=lease, **request))
 
     async def ask(self, asker: int, lease: int, **fields: Any) -> list[types.ChunkStatus.ValueType]:
-        request = {"filled_by": 0, "end_chunk": 4, "timeout_ms": 5000} | fields
-        return await self.send(asker, pb.RetrieveRequest(lease_id=lease, **request))
+        asked = {"filled_by": 0, "end_chunk": 4, "timeout_ms": 5000, "reader": asker} | fields
+        request = pb.AwaitFillRequest(lease_id=lease, **asked)
+        response = await verbs.await_fill(self.service, self.workers[asker].session, request)
+        return [chunk.status for chunk in response.chunks]
 
     async def send(
         self, reader: int, request: pb.RetrieveRequest

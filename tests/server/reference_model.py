@@ -348,12 +348,12 @@ class Model:
         session.closed = True
         session.mapped = mapped
         self._let_go(session)
-        self._reclaim_unmapped()
+        self._free_unmapped()
 
     def sweep(self) -> None:
         """What time alone brings about, in the server's order."""
         now = self.clock()
-        self._reclaim_unmapped()
+        self._free_unmapped()
         for lease in list(self.leases.values()):
             if lease.expires_at is not None and lease.expires_at <= now:
                 self._release(lease, lease.locks)
@@ -395,7 +395,7 @@ class Model:
                 for slot in slots.values():
                     self._stop_waiting(slot)
 
-    def _reclaim_unmapped(self) -> None:
+    def _free_unmapped(self) -> None:
         for session in self.sessions:
             if session.closed and not session.mapped:
                 for slots in session.reservations.values():
@@ -511,7 +511,7 @@ class Model:
             locks = [
                 lock
                 for lock in lease.locks
-                if first <= lock.chunk and (not end or lock.chunk < end)
+                if first <= lock.chunk and (end is None or lock.chunk < end)
                 if reader is None or lock.reader == reader
                 if group_idx is None or self.group(lock.part).group_idx == group_idx
             ]
@@ -541,7 +541,7 @@ class Model:
         lease_id: int,
         position: int,
         first: int,
-        end: int,
+        end: int | None,
         shard: int,
         reader: int,
     ) -> Reason | None:
@@ -554,13 +554,12 @@ class Model:
         is_worker = session is not None and session.role is Role.WORKER
         wrong_worker = is_worker and (session.shard, session.worker) != (shard, reader)  # type: ignore[union-attr]
         wrong_shard = shard >= self.namespaces[lease.namespace].kv_world_size
-        is_empty = first >= (end or lease.ends[position])
-        if wrong_worker or wrong_shard or reader >= lease.readers or is_empty:
+        if wrong_worker or wrong_shard or reader >= lease.readers:
             return Reason.INVALID_ARGUMENT_VALUE
         return None
 
     def locate(
-        self, lease_id: int, position: int, first: int, end: int, shard: int, reader: int
+        self, lease_id: int, position: int, first: int, end: int | None, shard: int, reader: int
     ) -> list[int | None]:
         """Where the shards lie that the reader has locked, None for each other chunk."""
         lease = self.leases[lease_id]
@@ -569,7 +568,8 @@ class Model:
             for lock in lease.locks
             if lock.part.position == position and lock.reader == reader
         }
-        located = [offsets.get(chunk) for chunk in range(first, end or lease.ends[position])]
+        end = lease.ends[position] if end is None else end
+        located = [offsets.get(chunk) for chunk in range(first, end)]
         if any(offset is not None for offset in located):
             lease.copying.add(reader)
         return located
@@ -801,15 +801,15 @@ class Model:
             if slot_bytes(self.shard_bytes(part, 0)) == slot_bytes(nbytes)
         ]
 
-    def refuses_clear(self, namespace: str) -> Reason | None:
+    def refuses_clear(self, namespace: str | None) -> Reason | None:
         """Why nothing is cleared."""
-        return None if namespace in ("", *self.namespaces) else Reason.UNKNOWN_NAMESPACE
+        return None if namespace in (None, *self.namespaces) else Reason.UNKNOWN_NAMESPACE
 
-    def clear(self, namespace: str) -> int:
-        """Nothing in the namespace, or in all for an empty name, is visible from now on; how many
-        parts were.
+    def clear(self, namespace: str | None) -> int:
+        """Nothing in the namespace, or in all for None, is visible from now on; how many parts
+        were.
         """
-        gone = [part for part in self.parts.values() if namespace in ("", part.chunk.namespace)]
+        gone = [part for part in self.parts.values() if namespace in (None, part.chunk.namespace)]
         visible = sum(map(self.is_visible, gone))
         for part in gone:
             self._remove(part)

@@ -47,7 +47,7 @@ def nothing_is_left_behind(wire: Wire, server) -> Iterator[None]:  # type: ignor
 
 
 def clear(wire: Wire) -> None:
-    wire.admin.Clear(admin_pb2.ClearRequest(), timeout=DEADLINE)
+    wire.admin.Clear(admin_pb2.ClearRequest(all=True), timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("length", [0, 31, 33, 4096])
@@ -257,7 +257,7 @@ def test_a_lease_of_another_session(wire: Wire) -> None:
 
 def test_a_stale_lease(wire: Wire) -> None:
     locks = cache_pb2.FreeLocksRequest(locks=[cache_pb2.LockRange(lease_id=123)])
-    assert list(wire.cache.FreeLocks(locks, timeout=DEADLINE).released) == [0]
+    assert [freed.released for freed in wire.cache.FreeLocks(locks, timeout=DEADLINE).freed] == [0]
     with raises(Code.NOT_FOUND, "UNKNOWN_LEASE"):
         wire.cache.Retrieve(cache_pb2.RetrieveRequest(lease_id=123), timeout=DEADLINE)
 
@@ -267,7 +267,8 @@ def test_a_commit_twice_or_after_its_session_ended(wire: Wire) -> None:
     reserve = cache_pb2.ReserveRequest(namespace="n", keys=[key(1), key(1, 2)])
     reservation = session.ask(reserve=reserve).reserve.reservation_id
     commit = cache_pb2.CommitRequest(reservation_id=reservation, chunks=[0])
-    assert session.ask(commit=commit).commit.statuses == [types_pb2.CHUNK_STATUS_STORED]
+    sealed = session.ask(commit=commit).commit.chunks
+    assert [chunk.status for chunk in sealed] == [types_pb2.CHUNK_STATUS_STORED]
     assert session.error(commit=commit).code == Code.INVALID_ARGUMENT.value[0]
     session.close()
     other = WireSession(wire)
@@ -432,8 +433,6 @@ def test_nonsense_on_a_session_leaves_it_open(wire: Wire) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        cache_pb2.RetrieveRequest(first_chunk=1, end_chunk=1),
-        cache_pb2.RetrieveRequest(first_chunk=2),
         cache_pb2.RetrieveRequest(end_chunk=4_000_000_000),
         cache_pb2.RetrieveRequest(reader=1),
         cache_pb2.RetrieveRequest(kv_worker_id=1),
@@ -448,7 +447,31 @@ def test_impossible_retrieves(wire: Wire, request_: cache_pb2.RetrieveRequest) -
     with raises(Code.INVALID_ARGUMENT):
         wire.cache.Retrieve(request_, timeout=DEADLINE)
     locks = cache_pb2.FreeLocksRequest(locks=[cache_pb2.LockRange(lease_id=lease_id)])
-    assert list(wire.cache.FreeLocks(locks, timeout=DEADLINE).released) == [1]
+    assert [freed.released for freed in wire.cache.FreeLocks(locks, timeout=DEADLINE).freed] == [1]
+    clear(wire)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [{"first_chunk": 1, "end_chunk": 1}, {"end_chunk": 0}, {"first_chunk": 2, "end_chunk": 1},
+     {"first_chunk": 2}],
+    ids=str,
+)  # fmt: skip
+def test_nothing_is_done_for_an_empty_range(wire: Wire, chunks: dict[str, int]) -> None:
+    wire.put([key(1)], [bytes(SHARD)])
+    lease_id = wire.lookup([key(1)]).lease_id
+    answer = wire.cache.Retrieve(
+        cache_pb2.RetrieveRequest(lease_id=lease_id, **chunks),  # type: ignore[arg-type]
+        timeout=DEADLINE,
+    )
+    assert not answer.chunks
+    empty = cache_pb2.LockRange(lease_id=lease_id, **chunks)  # type: ignore[arg-type]
+    everything = cache_pb2.LockRange(lease_id=lease_id, first_chunk=0)
+    locks = cache_pb2.FreeLocksRequest(locks=[empty, everything])
+    assert [freed.released for freed in wire.cache.FreeLocks(locks, timeout=DEADLINE).freed] == [
+        0,
+        1,
+    ]
     clear(wire)
 
 

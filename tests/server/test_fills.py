@@ -281,7 +281,7 @@ async def test_who_has_no_memory_registered_is_left_to_itself(
         return
     assert engine.core.leases.get(lease, "one").locks == 4  # type: ignore[union-attr]
     if elsewhere == "another namespace":
-        with pytest.raises(RequestError, match="has left this reader to itself: retrieve without"):
+        with pytest.raises(RequestError, match="has left this reader to itself: send a Retrieve"):
             await engine.ask(2, lease)
     at_once(engine.core.free_locks_in_steps(engine.workers[2].session, [LockRange(lease)]))
 
@@ -356,11 +356,10 @@ async def test_a_leader_without_memory_cannot_be_asked(engine: Engine, elsewhere
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"block_ids": [1]}, "filled_by with block_ids"),
-        ({"ready_event": EVENT}, "filled_by with block_ids"),
-        ({"also_fill": [2]}, "filled_by with block_ids"),
         ({"filled_by": 1}, "filled_by 1: that is the reader itself"),
-        ({"end_chunk": 0}, "filled_by needs an end_chunk"),
+        ({"end_chunk": 0}, r"chunks \[0, 0\): from 1 to 16384"),
+        ({"first_chunk": 5, "end_chunk": 4}, r"chunks \[5, 4\): from 1 to 16384"),
+        ({"end_chunk": 16_385}, r"chunks \[0, 16385\): from 1 to 16384"),
         ({"reader": 2}, "may ask for shard 0 as reader 1 only"),
         ({"kv_worker_id": 1}, "may ask for shard 0 as reader 1 only"),
         ({"group_idx": 0}, "registered no memory for group 0"),
@@ -380,9 +379,11 @@ async def test_a_wrong_question_is_refused(
 async def test_another_engines_lease_is_no_ones_to_ask_for(engine: Engine) -> None:
     stranger = await engine.worker(1, 1, engine="another")
     lease = engine.lookup()
-    request = pb.RetrieveRequest(lease_id=lease, reader=1, end_chunk=4, filled_by=0, timeout_ms=100)
+    request = pb.AwaitFillRequest(
+        lease_id=lease, reader=1, end_chunk=4, filled_by=0, timeout_ms=100
+    )
     with pytest.raises(RequestError) as caught:
-        await verbs.retrieve(engine.service, stranger.session, request)
+        await verbs.await_fill(engine.service, stranger.session, request)
     assert caught.value.reason is Reason.FOREIGN_LEASE
     await engine.service.memory.release(stranger.session)
     await engine.lead(lease)
@@ -391,11 +392,16 @@ async def test_another_engines_lease_is_no_ones_to_ask_for(engine: Engine) -> No
 async def test_other_modes_have_no_followers(engine: Engine) -> None:
     session = engine.core.open_session(engine_id="one", role=Role.WORKER, worker_id=1)
     lease = engine.lookup()
-    for fields in ({"also_fill": [2]}, {"filled_by": 0, "end_chunk": 4}):
-        request = pb.RetrieveRequest(lease_id=lease, reader=1, **fields)  # type: ignore[arg-type]
+    for verb, request in (
+        (verbs.retrieve, pb.RetrieveRequest(lease_id=lease, reader=1, also_fill=[2])),
+        (verbs.await_fill, pb.AwaitFillRequest(lease_id=lease, reader=1, end_chunk=4)),
+    ):
         with pytest.raises(RequestError) as caught:
-            await verbs.retrieve(engine.service, session, request)
+            await verb(engine.service, session, request)  # type: ignore[operator]
         assert caught.value.reason is Reason.WRONG_MODE
+    with pytest.raises(RequestError) as caught:
+        await verbs.await_fill(engine.service, None, pb.AwaitFillRequest(lease_id=lease))
+    assert caught.value.reason is Reason.SESSION_REQUIRED
     await engine.lead(lease)
 
 
@@ -442,9 +448,13 @@ async def store(engine: Engine, **fields: Any) -> set[types.ChunkStatus.ValueTyp
     )
     response = await verbs.store(engine.service, engine.workers[0].session, request)
     found = engine.core.lookup(engine.scheduler, "model", keys, probe=True).chunks
-    assert found == (len(keys) if set(response.statuses) == {types.CHUNK_STATUS_STORED} else 0)
+    assert found == (
+        len(keys)
+        if {chunk.status for chunk in response.chunks} == {types.CHUNK_STATUS_STORED}
+        else 0
+    )
     assert engine.core.index.reserved_bytes == 0
-    return set(response.statuses)
+    return {chunk.status for chunk in response.chunks}
 
 
 async def test_a_store_in_time_and_one_that_is_read_too_late(engine: Engine) -> None:

@@ -79,7 +79,7 @@ def test_a_part_that_was_stored_belongs_to_a_chunk_that_clear_and_list_can_find(
             for part in response.parts
         ]
         assert len(listed) == small.status().index.parts == 1
-    small.admin.Clear(admin_pb2.ClearRequest(), timeout=DEADLINE)
+    small.admin.Clear(admin_pb2.ClearRequest(all=True), timeout=DEADLINE)
     after = small.status()
     assert (after.index.parts, after.pool.used_bytes) == (0, 0)
 
@@ -90,8 +90,8 @@ def test_a_shard_stored_while_its_chunk_is_evicted_leaves_no_pending_part(small:
     # Shard 0 of the window part takes the other slab; shard 1 can only have the full part's.
     assert put(small, "h2", 1, bytes(MIB), 0) == types_pb2.CHUNK_STATUS_STORED
     put(small, "h2", 1, bytes(MIB), 1)
-    small.admin.Clear(admin_pb2.ClearRequest(), timeout=DEADLINE)
-    small.admin.Evict(admin_pb2.EvictRequest(), timeout=DEADLINE)
+    small.admin.Clear(admin_pb2.ClearRequest(all=True), timeout=DEADLINE)
+    small.admin.Evict(admin_pb2.EvictRequest(all=True), timeout=DEADLINE)
     after = small.status()
     held = (after.index.pending_parts, after.pool.reserved_bytes, after.pool.used_bytes)
     assert held == (0, 0, 0)
@@ -117,7 +117,7 @@ def test_a_locked_part_is_not_evicted_with_its_chunk(small: Wire) -> None:
             locks=[cache_pb2.LockRange(lease_id=lease, group_idx=0)]
         )
     )
-    small.admin.Evict(admin_pb2.EvictRequest(), timeout=DEADLINE)
+    small.admin.Evict(admin_pb2.EvictRequest(all=True), timeout=DEADLINE)
     # DESIGN.md, 5: "part by part, never a locked one".
     listed = [
         part.group_idx

@@ -298,7 +298,7 @@ def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:
     (policy,) = core.index._reclaimer._policies.values()
     assert isinstance(policy, LeastRecentlyUsed)
     assert len(policy._heap) < 3 * 64
-    assert at_once(core.evict_in_steps(0)) == (64 * 40, 64 * 40 * PAGE_BYTES)
+    assert at_once(core.evict_all_in_steps()) == (64 * 40, 64 * 40 * PAGE_BYTES)
 
 
 def test_locks_of_readers_are_apart_and_freeing_twice_frees_once() -> None:
@@ -313,7 +313,7 @@ def test_locks_of_readers_are_apart_and_freeing_twice_frees_once() -> None:
     assert lease.locks == 2
     # The other reader's locks keep the memory in place.
     assert core.index.pinned_parts == 2
-    assert at_once(core.evict_in_steps(0)) == (0, 0)
+    assert at_once(core.evict_all_in_steps()) == (0, 0)
     assert at_once(core.free_locks_in_steps(second, everything)) == [2]
     assert at_once(core.free_locks_in_steps(owner, everything)) == [0]
     assert core.index.pinned_parts == 0
@@ -464,7 +464,7 @@ def test_chunks_that_leave_are_not_kept_in_memory_by_cycles(way: str) -> None:
             assert all(isinstance(outcome, Slot) for outcome in other_size(core, 8))
         clock.now += 61
         core.sweep()
-        at_once(core.evict_in_steps(0))
+        at_once(core.evict_all_in_steps())
         del found, writing, slot
         space = core.index.space("n")
         alive = [thing for thing in gc.get_objects() if type(thing) is Chunk]
@@ -507,7 +507,7 @@ def test_evicting_a_full_attention_part_takes_the_window_part_with_it() -> None:
     core = make_core(4, full(PAGE_BYTES, group_idx=0), window(17, PAGE_BYTES, group_idx=1))
     store(core, prompt(1, 2), group_idx=0)
     store(core, prompt(1, 2), group_idx=1)
-    at_once(core.evict_in_steps(0))
+    at_once(core.evict_all_in_steps())
     assert core.index.sealed_bytes == 0
     assert not core.index.space("n").chunks
 

@@ -64,7 +64,7 @@ def test_a_reconnected_worker_keeps_its_locks_when_its_old_stream_ends(wire: Wir
     old.close()
     time.sleep(0.3)
     free = cache_pb2.FreeLocksRequest(locks=[cache_pb2.LockRange(lease_id=lease)])
-    assert list(new.ask(free_locks=free).free_locks.released) == [1]
+    assert [freed.released for freed in new.ask(free_locks=free).free_locks.freed] == [1]
     new.close()
     scheduler.close()
 

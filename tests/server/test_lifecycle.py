@@ -87,7 +87,8 @@ def test_sigterm_lets_copies_finish_and_takes_nothing_new(server, wire: Wire) ->
     assert session.error(reserve=reserve).reason == "DRAINING"
     assert server.process.poll() is None
     commit = cache_pb2.CommitRequest(reservation_id=reservation)
-    assert session.ask(commit=commit).commit.statuses == [types_pb2.CHUNK_STATUS_STORED]
+    sealed = session.ask(commit=commit).commit.chunks
+    assert [chunk.status for chunk in sealed] == [types_pb2.CHUNK_STATUS_STORED]
     assert server.stop() == 0
 
 

@@ -158,5 +158,6 @@ def test_another_user_aborts_no_session_that_it_sees(server: ServerProcess) -> N
         end(begin(stranger_acts_for_another_session, server.address, reservation))
         assert wire.status().pool.reserved_bytes == SHARD
         commit = cache_pb2.CommitRequest(reservation_id=reservation)
-        assert session.ask(commit=commit).commit.statuses == [types_pb2.CHUNK_STATUS_STORED]
+        sealed = session.ask(commit=commit).commit.chunks
+        assert [chunk.status for chunk in sealed] == [types_pb2.CHUNK_STATUS_STORED]
     wire.channel.close()

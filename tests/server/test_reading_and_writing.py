@@ -79,6 +79,6 @@ def test_a_range_without_end_ends_with_what_is_locked(core: Core) -> None:
     scheduler = core.open_session(engine_id="one", role=Role.SCHEDULER)
     lease = core.lookup(scheduler, "model", KEYS).lease
     assert lease is not None
-    asked = LeaseRange(lease.lease_id, None, 1, 0)
+    asked = LeaseRange(lease.lease_id, None, 1)
     locked = at_once(core.locate_in_steps(scheduler, asked, shard=0, reader=0))
     assert locked.range == LeaseRange(lease.lease_id, None, 1, 4)

@@ -213,7 +213,7 @@ class ServerMachine(RuleBasedStateMachine):
         assert self.core.is_idle
         assert not len(self.core.sessions)
         assert not len(self.core.leases)
-        self.evict(0)
+        self.evict(None)
         self.all_is_as_the_model_says()
         assert not self.model.state().chunks
         assert not runs_of(self.slots)
@@ -414,18 +414,25 @@ class ServerMachine(RuleBasedStateMachine):
         self.model.ready_bytes += slabs * SLAB
 
     @seldom
-    @rule(nbytes=st.sampled_from([0, 1, 2 * PAGE_BYTES, 8 * PAGE_BYTES]))
-    def evict(self, nbytes: int) -> None:
-        dropped = at_once(self.core.evict_in_steps(nbytes))
+    @rule(nbytes=st.sampled_from([None, 0, 1, 2 * PAGE_BYTES, 8 * PAGE_BYTES]))
+    def evict(self, nbytes: int | None) -> None:
+        steps = (
+            self.core.evict_all_in_steps() if nbytes is None else self.core.evict_in_steps(nbytes)
+        )
+        dropped = at_once(steps)
         assert dropped == self.model.evict(self.model.missing(parts_of(self.core)))
-        if not nbytes or dropped[1] < nbytes:
+        assert nbytes != 0 or dropped == (0, 0)
+        if nbytes is None or dropped[1] < nbytes:
             assert not any(map(self.model.may_go, self.model.parts.values()))
 
     @seldom
-    @rule(namespace=st.sampled_from(["plain", "sharded", "hybrid", "", "unknown"]))
-    def clear(self, namespace: str) -> None:
+    @rule(namespace=st.sampled_from(["plain", "sharded", "hybrid", None, "", "unknown"]))
+    def clear(self, namespace: str | None) -> None:
         reason = self.model.refuses_clear(namespace)
-        cleared = self.attempt(reason, self.core.clear, namespace)
+        if namespace is None:
+            cleared = self.attempt(reason, self.core.clear_all)
+        else:
+            cleared = self.attempt(reason, self.core.clear, namespace)
         if cleared is not None:
             assert cleared == self.model.clear(namespace)
 
@@ -477,7 +484,13 @@ class ServerMachine(RuleBasedStateMachine):
     @rule(
         who=mostly_owner,
         ranges=st.lists(
-            st.tuples(leases, chunks, chunks, st.none() | numbers, st.none() | st.integers(0, 3)),
+            st.tuples(
+                leases,
+                chunks,
+                st.none() | chunks,
+                st.none() | numbers,
+                st.none() | st.integers(0, 3),
+            ),
             min_size=1,
             max_size=3,
         ),
@@ -500,14 +513,14 @@ class ServerMachine(RuleBasedStateMachine):
 
     @rule(who=mostly_owner, lease=leases, reader=st.none() | numbers)
     def free_all_locks(self, who: Any, lease: Granted, reader: int | None) -> None:
-        self.free_locks(who, [(lease, 0, 0, reader, None)])
+        self.free_locks(who, [(lease, 0, None, reader, None)])
 
     @rule(
         who=mostly_owner,
         lease=leases,
         number=numbers,
         first=st.sampled_from([0, 0, 0, 1, 4]),
-        end=st.sampled_from([0, 0, 0, 2, 5]),
+        end=st.sampled_from([None, None, None, 0, 2, 5]),
         shard=st.sampled_from([0, 0, 0, 1, 2]),
         reader=numbers,
     )
@@ -517,7 +530,7 @@ class ServerMachine(RuleBasedStateMachine):
         lease: Granted,
         number: int,
         first: int,
-        end: int,
+        end: int | None,
         shard: int,
         reader: int,
     ) -> None:
@@ -530,7 +543,7 @@ class ServerMachine(RuleBasedStateMachine):
         lease: Granted,
         number: int,
         first: int,
-        end: int,
+        end: int | None,
         shard: int,
         reader: int,
     ) -> LockedShards | None:
@@ -559,11 +572,11 @@ class ServerMachine(RuleBasedStateMachine):
         lease=leases,
         number=numbers,
         first=st.sampled_from([0, 0, 0, 1, 4]),
-        end=st.sampled_from([0, 0, 0, 2, 5]),
+        end=st.sampled_from([None, None, None, 0, 2, 5]),
         readers=st.sets(numbers, min_size=1),
     )
     def load(
-        self, who: Any, lease: Granted, number: int, first: int, end: int, readers: set[int]
+        self, who: Any, lease: Granted, number: int, first: int, end: int | None, readers: set[int]
     ) -> None:
         """Retrieve in server mode: read, and then free the locks of some readers."""
         locked = self.locked(who, lease, number, first, end, 0, min(readers))
@@ -606,7 +619,7 @@ class ServerMachine(RuleBasedStateMachine):
                     self.finish_writing(writing, complete=True)
         granted = self.lookup(caller, namespace, path, readers, False, 0)
         if retrieve and isinstance(granted, Granted):
-            self.locate(OWNER, granted, 0, 0, 0, 0, readers - 1)
+            self.locate(OWNER, granted, 0, 0, None, 0, readers - 1)
         return granted
 
     @rule(

@@ -78,8 +78,7 @@ async def test_a_group_that_is_described_twice_is_refused(engine: Engine) -> Non
 
 @pytest.mark.parametrize(
     "fields",
-    [{"block_ids": TARGET}, {"skip_blocks": 1}, {"ready_event": EVENT}, {"also_fill": [1]},
-     {"filled_by": 1}],
+    [{"block_ids": TARGET}, {"skip_blocks": 1}, {"ready_event": EVENT}, {"also_fill": [1]}],
 )  # fmt: skip
 async def test_nothing_is_called_retrieved_that_nobody_copies(
     engine: Engine, fields: dict[str, Any]
@@ -90,9 +89,15 @@ async def test_nothing_is_called_retrieved_that_nobody_copies(
     )
     lease = engine.lookup()
     request = pb.RetrieveRequest(lease_id=lease, end_chunk=4, **fields)
+    await_fill = pb.AwaitFillRequest(lease_id=lease, end_chunk=4, filled_by=1)
     stream, answers = stream_of(engine, session)
-    await stream.serve(requests(session_pb2.SessionRequest(id=1, retrieve=request)))
-    assert answers.sent[0].error.reason == "WRONG_MODE"
+    await stream.serve(
+        requests(
+            session_pb2.SessionRequest(id=1, retrieve=request),
+            session_pb2.SessionRequest(id=2, await_fill=await_fill),
+        )
+    )
+    assert [answer.error.reason for answer in answers.sent] == ["WRONG_MODE"] * 2
     with pytest.raises(RequestError) as caught:
         await verbs.retrieve(engine.service, None, request)
     assert caught.value.reason in (Reason.SESSION_REQUIRED, Reason.WRONG_MODE)
@@ -174,7 +179,7 @@ async def test_who_waits_for_room_is_not_silent(
 
 async def test_a_reader_without_locks_is_not_copying(engine: Engine) -> None:
     lease = engine.lookup()
-    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease, 0, 0, 1)]))
+    at_once(engine.core.free_locks_in_steps(engine.scheduler, [LockRange(lease, reader=1)]))
     request = pb.RetrieveRequest(lease_id=lease, reader=1)
     answer = await verbs.retrieve(engine.service, engine.scheduler, request)
     assert len(answer.chunks) == len(KEYS)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.users import ANOTHER, OTHER, as_user, needs_other_users
 
-from kvdock_server.tiers.host.segment import Segment, reclaim_stale_segments
+from kvdock_server.tiers.host.segment import Segment, remove_stale_segments
 
 
 def run_server(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -165,7 +165,7 @@ def test_client_and_server_mean_the_same_path(tmp_path: Path, name: str) -> None
 
 def _reclaim_for_ever() -> None:
     while True:
-        reclaim_stale_segments()
+        remove_stale_segments()
 
 
 def test_a_starting_server_never_loses_its_segment_to_another_ones_reclaiming() -> None:

@@ -113,7 +113,7 @@ def test_a_reserve_that_is_cancelled_gives_all_its_memory_back(steps: int) -> No
     reserving.close()
     at_once(core.backlog.all_steps())
     assert core.index.reserved_bytes == 0
-    core.clear("")
+    core.clear_all()
     assert_all_is_free(core)
 
 
@@ -137,7 +137,7 @@ def test_a_session_that_ends_during_reserve_leaves_no_memory_behind(steps: int, 
     assert caught.value.reason is lost
     at_once(core.backlog.all_steps())
     assert core.index.reserved_bytes == 0
-    core.clear("")
+    core.clear_all()
     assert_all_is_free(core)
 
 
@@ -161,7 +161,7 @@ def test_a_parent_that_is_evicted_during_reserve_gets_no_child() -> None:
     longer = keys_of(1, MANY + 1)
     reserving = core.reserve_in_steps(None, "n", None, 0, b"", longer)
     go(reserving, MANY)  # all that is there was seen
-    at_once(core.evict_in_steps(0))
+    at_once(core.evict_all_in_steps())
     assert at_once(reserving) == [ReserveStatus.EXISTS] * MANY + [ReserveStatus.PARENT_MISSING]
     assert_all_is_free(core)
 
@@ -208,7 +208,7 @@ def test_locks_of_an_ended_session_are_freed_while_a_clear_goes_on() -> None:
         core.backlog.step()
     assert len(core.leases) == 0
     assert core.index.sealed_bytes > 50 * MANY * PAGE_BYTES
-    core.clear("")
+    core.clear_all()
     assert_all_is_free(core)
 
 
@@ -312,7 +312,7 @@ class Crowd:
             at_once(self.core.leases.release_in_steps(lease))
         for session in self.sessions:
             self.core.close_session(session)
-        self.core.clear("")
+        self.core.clear_all()
         assert_all_is_free(self.core)
 
     def go_on(self) -> None:
@@ -388,7 +388,11 @@ class Crowd:
         yield from self.core.evict_in_steps(nbytes)
 
     def clear(self) -> None:
-        self.core.clear(self.random.choice(["n", "large", ""]))
+        name = self.random.choice(["n", "large", None])
+        if name is None:
+            self.core.clear_all()
+        else:
+            self.core.clear(name)
 
     def end_session(self) -> None:
         if self.sessions:

@@ -14,7 +14,7 @@ from kvdock_vllm import connector
 from kvdock_vllm.connector import KVDockConnector
 from kvdock_vllm.engine.layout import UnsupportedLayoutError
 from kvdock_vllm.engine.tensor_regions import layer_regions
-from kvdock_vllm.layout import layers_of_blocks
+from kvdock_vllm.vllm_layout import layers_of_blocks
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 5, 2, 4, 8
 SIZES = (LAYERS, BLOCKS, HEADS, TOKENS, WIDTH)

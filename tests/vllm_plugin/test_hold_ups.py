@@ -24,7 +24,7 @@ from kvdock_vllm import scheduler
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.transfers import shared
 from kvdock_vllm.engine.transfers.shared import SharedTransfers
-from kvdock_vllm.parallel import parallel_strategy
+from kvdock_vllm.vllm_parallel import parallel_strategy
 
 
 def pressed(engine: SimulatedEngine) -> list[int]:

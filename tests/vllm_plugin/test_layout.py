@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 from kvdock_vllm.engine.copier import Copier, HostBlocks
 from kvdock_vllm.engine.layout import UnsupportedLayoutError
 from kvdock_vllm.engine.tensor_regions import page_order
-from kvdock_vllm.layout import group_layout
+from kvdock_vllm.vllm_layout import group_layout
 
 
 def test_outer_order_does_not_matter_to_the_host_but_inner_order_does() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvdock import errors
-from kvdock.v1 import types_pb2
+from kvdock.v1 import cache_pb2, types_pb2
 from kvdock_server.errors import RequestError
 from kvdock_server.rpc import verbs
 from kvdock_server.rpc.grpc_errors import to_proto
@@ -28,6 +28,10 @@ from kvdock_vllm.engine.transfers.server import ServerChunkTransfers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from one_engine import CHUNK, KEYS, READERS, TARGET, Engine
+
+
+def is_await_fill(request: Any) -> bool:
+    return isinstance(request, cache_pb2.AwaitFillRequest)
 
 
 class Session:
@@ -48,7 +52,8 @@ class Session:
     async def _retrieve(self, request: Any) -> Any:
         try:
             session = self._engine.workers[self._rank].session
-            return await verbs.retrieve(self._engine.service, session, request)
+            verb: Any = verbs.await_fill if is_await_fill(request) else verbs.retrieve
+            return await verb(self._engine.service, session, request)
         except RequestError as error:
             message: types_pb2.Error = to_proto(error)
             raise errors.from_stream_error(message) from error
@@ -114,7 +119,7 @@ def test_one_rank_loads_for_all(ranks: Ranks, order: list[int]) -> None:
     assert ranks.load(lease, order) == [[True] * 4] * 3
     assert [ranks.engine.is_filled(rank) for rank in range(3)] == [True] * 3
     assert [len(session.sent) for session in ranks.sessions] == [1, 1, 1]
-    assert all(not session.sent[0].block_ids for session in ranks.sessions[1:])
+    assert [is_await_fill(session.sent[0]) for session in ranks.sessions] == [False, True, True]
     counters, nbytes = ranks.engine.core.counters, len(KEYS) * CHUNK
     assert (counters.host_to_device_bytes, counters.device_to_device_bytes) == (nbytes, 2 * nbytes)
 

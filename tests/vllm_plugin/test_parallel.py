@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvdock_vllm.engine.parallel import ParallelStrategy
-from kvdock_vllm.parallel import parallel_strategy
+from kvdock_vllm.vllm_parallel import parallel_strategy
 
 SIZES = list(itertools.product((1, 2, 4, 8), (1, 2, 4)))
 

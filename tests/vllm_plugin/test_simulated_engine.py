@@ -42,7 +42,7 @@ from kvdock_vllm.engine.copier import Copier
 from kvdock_vllm.engine.load_jobs import LoadJob
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.specs import Target
-from kvdock_vllm.parallel import parallel_strategy
+from kvdock_vllm.vllm_parallel import parallel_strategy
 
 # -- hits -------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from kvdock import Client
 from kvdock_vllm.connector import KVDockConnector
 from kvdock_vllm.engine import store_jobs
 from kvdock_vllm.engine import stores as stores_module
-from kvdock_vllm.engine.lookup import State
+from kvdock_vllm.engine.request_lookup import State
 from kvdock_vllm.engine.transfers.shared import SharedTransfers
 from kvdock_vllm.holds import Holds
 

@@ -24,11 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvdock_vllm import offloading_alias
 from kvdock_vllm.config import Config
 from kvdock_vllm.engine.groups import loads_fail_whole
-from kvdock_vllm.groups import UnsupportedModelError, group_shapes
-from kvdock_vllm.layout import layers_of_blocks
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import PromMetrics, Stats
 from kvdock_vllm.scheduler import SchedulerHalf
+from kvdock_vllm.vllm_groups import UnsupportedModelError, group_shapes
+from kvdock_vllm.vllm_layout import layers_of_blocks
 from kvdock_vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:

@@ -1,11 +1,14 @@
-"""Holds: vLLM keeps back blocks that a window is about to leave behind and a store still reads.
+"""Holds: blocks that vLLM keeps back for one step, since a store still reads them.
 
-vLLM caches almost none of the blocks that a window leaves behind. It gives uncached blocks out
-first, mostly in the same step. A store that has not read them by then loses its part for good, and
-with the part every hit whose window reaches over it.
+A sliding window moves along its request with each token. When no later token can see any token of a
+block, the window has left the block behind: vLLM takes the block from the request and frees it.
 
-So for one step, the one in which a window leaves them behind, such blocks get one more reference.
-After the step they go to the end of vLLM's queue of free blocks, so they are given out last. A
+vLLM caches almost none of these blocks. It gives uncached blocks out first, mostly in the same
+step. A store that has not read a block by then loses its part for good, and with the part every hit
+whose window reaches over it.
+
+So a block that a store reads gets one more reference for the step in which a window leaves it
+behind. After the step it goes to the end of vLLM's queue of free blocks, so it is given out last. A
 store that is even slower is ended, like every store whose blocks are given out.
 """
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 
 from kvdock_vllm.engine.groups import GroupShape
-from kvdock_vllm.engine.lookup import Lookup, State
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.records import ReadScope, Record
+from kvdock_vllm.engine.request_lookup import Lookup, State
 from kvdock_vllm.metrics import Stats
 from kvdock_vllm.scheduler_link import SchedulerLink
 
@@ -18,8 +18,9 @@ _log = logging.getLogger(__name__)
 # Most keys that one Lookup may name. Of a longer prompt only the beginning is looked up.
 _MOST_KEYS = 16_384
 
-# How long one step of an idle engine may wait for answers: less than an empty step takes, after
-# which the engine would ask again. Where others wait for the engine's steps, it does not wait.
+# How long a step in which the engine computes nothing may wait for answers. Without the wait the
+# engine would end the step and ask again in the next one, and an empty step takes longer than this.
+# An engine on whose steps others wait (ParallelStrategy.steps_alone) does not wait.
 _IDLE_WAIT_SECONDS = 0.002
 
 
@@ -38,7 +39,8 @@ class Lookups:
         """``timeout`` is in seconds. Counts go to ``stats``."""
         self._link = link
         self._readers = strategy.world_size
-        # Such a group cannot compute the last token after a full hit, so no hit is full.
+        # If the whole prompt were a hit, such a group would lack a block to compute the last token.
+        # So the last token is not looked up.
         self._tokens_left_out = any(shape.lacks_a_block_for_the_last_token for shape in shapes)
         self._read_scope = read_scope
         self._stats = stats

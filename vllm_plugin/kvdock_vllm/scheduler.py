@@ -1,8 +1,8 @@
 """The half of the connector in vLLM's scheduler. It decides what is loaded and what is stored.
 
 It never keeps a busy engine waiting for the server. Its state is one record per request
-(records.py), and one per load (loads.py) and store (stores.py) under way, since these outlive the
-request. vLLM calls it in this order:
+(engine/records.py), and one per load (engine/loads.py) and store (engine/stores.py) under way,
+since these outlive the request. vLLM calls it in this order:
 
 ``on_new_request``
     sends the request's lookup. Later calls look for the answer.
@@ -38,9 +38,9 @@ from kvdock_vllm.keys import ScopeReader
 from kvdock_vllm.lookups import Lookups
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import Stats
-from kvdock_vllm.parallel import parallel_strategy
-from kvdock_vllm.records import Records
 from kvdock_vllm.scheduler_link import SchedulerLink
+from kvdock_vllm.vllm_parallel import parallel_strategy
+from kvdock_vllm.vllm_records import Records
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +73,7 @@ class SchedulerHalf:
 
         Raises ValueError for what is not supported.
         """
-        _compute_what_cannot_be_loaded(vllm_config.kv_transfer_config)
+        _set_load_failure_policy(vllm_config.kv_transfer_config)
         self._shapes = shapes
         self._save_decode = config.save_decode
         # A load begins where whole blocks of every group are computed.
@@ -138,11 +138,12 @@ class SchedulerHalf:
         record = self._records.of(request)
         # vLLM asks only about requests of which nothing is computed (any more).
         record.predates_reset = False
-        # vLLM 0.26 asks even for requests that must not read a cache. A load would overwrite a
-        # partly computed block, which others may be using.
         if (
+            # A load has failed.
             record.bypass
+            # The request must not read a cache. vLLM 0.26 asks all the same.
             or request.skip_reading_prefix_cache
+            # A block is computed in part. A load would overwrite it, and others may be using it.
             or num_computed_tokens % self._block_tokens
         ):
             return 0, False
@@ -234,9 +235,10 @@ class SchedulerHalf:
         if not self._save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
         if (awaited := record.lookup) is not None:
-            # The answer says what need not be stored, so chunks that were looked up wait for it.
-            # A chunk behind them ends the wait: its blocks may be gone before an answer comes,
-            # with the request or from a window.
+            # The lookup's answer will say which chunks the server has. So these are not stored
+            # before it comes. The wait ends when the request has completed a chunk behind those
+            # that were looked up: its blocks may be given out before an answer comes, because the
+            # request ends or because a window leaves them behind.
             if num_tokens < awaited.most_tokens + target.chunk_tokens:
                 return None
             record.forget_lookup()
@@ -343,7 +345,7 @@ class SchedulerHalf:
             self._relay.close()
 
 
-def _compute_what_cannot_be_loaded(transfer: Any) -> None:
+def _set_load_failure_policy(transfer: Any) -> None:
     """Sets and logs vLLM's policy for failed loads. vLLM's scheduler reads it after our
     constructor.
 

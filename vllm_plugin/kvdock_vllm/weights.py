@@ -158,7 +158,8 @@ def _samples(files: Sequence[tuple[Path, int]]) -> Iterator[bytes]:
     """Bytes of the files, whose sizes are given. Files of the same sizes are read at the same
     places.
 
-    Two checkpoints of which a twentieth differs have equal samples in two cases of a million.
+    Two checkpoints that differ in a twentieth of their bytes can have equal samples. This is as
+    likely as two in a million.
     """
     total = sum(size for _, size in files)
     places = sorted(place % total for place in _PLACES) if total else []

@@ -24,10 +24,10 @@ from kvdock_vllm.engine.transfers.base import CountWorkers, Transfers
 from kvdock_vllm.engine.transfers.shared import HostMover, SharedTransfers
 from kvdock_vllm.engine.worker_link import WorkerLink
 from kvdock_vllm.kernels import hits_change_answers
-from kvdock_vllm.layout import group_layout
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import Stats, workers_gauge
-from kvdock_vllm.parallel import parallel_strategy
+from kvdock_vllm.vllm_layout import group_layout
+from kvdock_vllm.vllm_parallel import parallel_strategy
 
 if TYPE_CHECKING:
     import torch

@@ -57,6 +57,7 @@ class Session(SessionBase[Stream]):
     abort = awaited(SessionVerbs.abort)
     store = awaited(SessionVerbs.store)
     retrieve = awaited(SessionVerbs.retrieve)
+    await_fill = awaited(SessionVerbs.await_fill)
 
     async def close(self) -> None:
         """As :meth:`kvdock.Session.close`."""

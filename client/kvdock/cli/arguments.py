@@ -134,7 +134,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     follow.set_defaults(run=events.follow)
 
     clear = subcommands.add_parser("clear", parents=[server], help="forget what is stored")
-    clear.add_argument("namespace", metavar="NAMESPACE", nargs="?", default="")
+    clear.add_argument("namespace", metavar="NAMESPACE", nargs="?")
     clear.add_argument("--all", action="store_true", help="in every namespace")
     clear.set_defaults(run=commands.clear)
 

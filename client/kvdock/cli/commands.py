@@ -271,10 +271,10 @@ def ls(arguments: argparse.Namespace) -> int:
 
 def clear(arguments: argparse.Namespace) -> int:
     """``kvdock clear``"""
-    if bool(arguments.namespace) == arguments.all:
+    if (arguments.namespace is not None) == arguments.all:
         raise InvalidArgument("give either NAMESPACE or --all")
     with _client(arguments) as client:
-        parts = client.clear(arguments.namespace)
+        parts = client.clear(arguments.namespace, all=arguments.all)
     if arguments.json:
         output.print_json({"parts": parts})
     else:

@@ -290,7 +290,7 @@ class SessionStatus(google.protobuf.message.Message):
     leases: builtins.int
     """Leases that hang on it."""
     reserved_chunks: builtins.int
-    """Chunks that it has reserved."""
+    """Shards that it has reserved: one a chunk of its reservations."""
     mode: kvdock.v1.types_pb2.TransferMode.ValueType
     """How its bytes move."""
     expired: builtins.bool
@@ -354,7 +354,7 @@ class Counters(google.protobuf.message.Message):
     evicted_parts: builtins.int
     """Parts evicted to make room."""
     no_space: builtins.int
-    """Chunks that found no memory."""
+    """Shards that found no memory: chunks with NO_SPACE."""
     abandoned_parts: builtins.int
     """Parts given up because shards did not come."""
     host_to_device_bytes: builtins.int
@@ -546,7 +546,7 @@ class PartStatus(google.protobuf.message.Message):
     bytes: builtins.int
     """Bytes of the sealed shards."""
     locks: builtins.int
-    """Leases that lock it, and reads under way."""
+    """How many hold it: leases that have a lock on it, whatever their readers, and reads under way."""
     visible: builtins.bool
     """True if Lookup can find it."""
     def __init__(
@@ -573,14 +573,20 @@ class ClearRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
     namespace: builtins.str
-    """Registered name. Empty: all namespaces."""
+    """The namespace of this registered name."""
+    all: builtins.bool
+    """Every namespace. False is refused with INVALID_ARGUMENT."""
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
+        all: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["all", b"all", "namespace", b"namespace", "scope", b"scope"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "namespace", b"namespace", "scope", b"scope"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["scope", b"scope"]) -> typing.Literal["namespace", "all"] | None: ...
 
 Global___ClearRequest: typing_extensions.TypeAlias = ClearRequest
 
@@ -609,14 +615,20 @@ class EvictRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BYTES_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
     bytes: builtins.int
-    """At least so many bytes. 0: all that can be."""
+    """At least so many bytes. 0: nothing."""
+    all: builtins.bool
+    """All that can be. False is refused with INVALID_ARGUMENT."""
     def __init__(
         self,
         *,
         bytes: builtins.int = ...,
+        all: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["all", b"all", "amount", b"amount", "bytes", b"bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "amount", b"amount", "bytes", b"bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["amount", b"amount"]) -> typing.Literal["bytes", "all"] | None: ...
 
 Global___EvictRequest: typing_extensions.TypeAlias = EvictRequest
 

@@ -105,6 +105,7 @@ class AdminServiceServicer(object):
         the lock ends. The namespace stays registered, as long as there is room for it (see
         RegisterNamespace).
 
+        INVALID_ARGUMENT if the request does not say what to clear.
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -114,6 +115,8 @@ class AdminServiceServicer(object):
     def Evict(self, request, context):
         """Evict drops unlocked parts, the least useful first, as if memory were wanted. What was
         cleared before is freed first, and does not count.
+
+        INVALID_ARGUMENT if the request does not say how much to evict.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

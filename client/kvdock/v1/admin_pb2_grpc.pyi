@@ -185,12 +185,15 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
     the lock ends. The namespace stays registered, as long as there is room for it (see
     RegisterNamespace).
 
+    INVALID_ARGUMENT if the request does not say what to clear.
     NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
     """
 
     Evict: _AdminServiceEvictType
     """Evict drops unlocked parts, the least useful first, as if memory were wanted. What was
     cleared before is freed first, and does not count.
+
+    INVALID_ARGUMENT if the request does not say how much to evict.
     """
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
@@ -268,6 +271,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         the lock ends. The namespace stays registered, as long as there is room for it (see
         RegisterNamespace).
 
+        INVALID_ARGUMENT if the request does not say what to clear.
         NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
         """
 
@@ -279,6 +283,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvdock.v1.admin_pb2.EvictResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.EvictResponse]]:
         """Evict drops unlocked parts, the least useful first, as if memory were wanted. What was
         cleared before is freed first, and does not count.
+
+        INVALID_ARGUMENT if the request does not say how much to evict.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

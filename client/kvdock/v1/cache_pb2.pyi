@@ -237,11 +237,13 @@ class LockRange(google.protobuf.message.Message):
     READER_FIELD_NUMBER: builtins.int
     GROUP_IDX_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
-    """The lease."""
+    """The lease. 0 names none: nothing is freed."""
     first_chunk: builtins.int
     """First chunk, as index into the keys of the lookup."""
     end_chunk: builtins.int
-    """Chunk after the last. 0: to the end."""
+    """Chunk after the last. Absent: to the end. Not above first_chunk: the range is empty, and nothing
+    is freed.
+    """
     reader: builtins.int
     """Whose locks. Absent: those of all readers; on a worker's session always its own only."""
     group_idx: builtins.int
@@ -251,12 +253,14 @@ class LockRange(google.protobuf.message.Message):
         *,
         lease_id: builtins.int = ...,
         first_chunk: builtins.int = ...,
-        end_chunk: builtins.int = ...,
+        end_chunk: builtins.int | None = ...,
         reader: builtins.int | None = ...,
         group_idx: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "_reader", b"_reader", "group_idx", b"group_idx", "reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "_reader", b"_reader", "end_chunk", b"end_chunk", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "lease_id", b"lease_id", "reader", b"reader"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_group_idx", b"_group_idx", "_reader", b"_reader", "end_chunk", b"end_chunk", "group_idx", b"group_idx", "reader", b"reader"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_group_idx", b"_group_idx", "_reader", b"_reader", "end_chunk", b"end_chunk", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "lease_id", b"lease_id", "reader", b"reader"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_end_chunk", b"_end_chunk"]) -> typing.Literal["end_chunk"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
     @typing.overload
@@ -271,22 +275,40 @@ class FreeLocksResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    RELEASED_FIELD_NUMBER: builtins.int
+    FREED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     @property
-    def released(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each range how many locks were held and are free now."""
+    def freed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FreedLocks]:
+        """One for each range, in the order of the request."""
 
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
-        released: collections.abc.Iterable[builtins.int] | None = ...,
+        freed: collections.abc.Iterable[Global___FreedLocks] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "released", b"released"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "freed", b"freed"]) -> None: ...
 
 Global___FreeLocksResponse: typing_extensions.TypeAlias = FreeLocksResponse
+
+@typing.final
+class FreedLocks(google.protobuf.message.Message):
+    """What became of the locks of one range."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: builtins.int
+    released: builtins.int
+    """How many were held and are free now. 0: none was held."""
+    def __init__(
+        self,
+        *,
+        released: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["released", b"released"]) -> None: ...
+
+Global___FreedLocks: typing_extensions.TypeAlias = FreedLocks
 
 @typing.final
 class ReserveRequest(google.protobuf.message.Message):
@@ -368,7 +390,7 @@ Global___ReserveResponse: typing_extensions.TypeAlias = ReserveResponse
 
 @typing.final
 class ChunkResult(google.protobuf.message.Message):
-    """Outcome for one chunk."""
+    """Outcome for one chunk: what became of the shard that the call is about, in one group."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -378,7 +400,9 @@ class ChunkResult(google.protobuf.message.Message):
     """What became of it."""
     @property
     def location(self) -> kvdock.v1.types_pb2.Location:
-        """Where its bytes belong or lie. Set for RESERVED, and for RETRIEVED in shared mode."""
+        """Where its bytes belong or lie. Set by Reserve for RESERVED, and by Retrieve in shared mode for
+        RETRIEVED; absent otherwise.
+        """
 
     def __init__(
         self,
@@ -426,12 +450,12 @@ class CommitResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    STATUSES_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     @property
-    def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[kvdock.v1.types_pb2.ChunkStatus.ValueType]:
-        """For each chunk asked for, in the order of the request (of Reserve, if that named none):
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
+        """One for each chunk asked for, in the order of the request (of Reserve, if that named none):
         STORED, or FAILED if the chunk was cleared meanwhile.
         """
 
@@ -439,9 +463,9 @@ class CommitResponse(google.protobuf.message.Message):
         self,
         *,
         epoch: builtins.int = ...,
-        statuses: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkStatus.ValueType] | None = ...,
+        chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "statuses", b"statuses"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch"]) -> None: ...
 
 Global___CommitResponse: typing_extensions.TypeAlias = CommitResponse
 
@@ -570,20 +594,20 @@ class StoreResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    STATUSES_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     @property
-    def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[kvdock.v1.types_pb2.ChunkStatus.ValueType]:
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
         """One for each key: STORED, EXISTS, NO_SPACE, PARENT_MISSING or FAILED."""
 
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
-        statuses: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkStatus.ValueType] | None = ...,
+        chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "statuses", b"statuses"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch"]) -> None: ...
 
 Global___StoreResponse: typing_extensions.TypeAlias = StoreResponse
 
@@ -604,7 +628,6 @@ class RetrieveRequest(google.protobuf.message.Message):
     READY_EVENT_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     ALSO_FILL_FIELD_NUMBER: builtins.int
-    FILLED_BY_FIELD_NUMBER: builtins.int
     DEADLINE_NS_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
@@ -614,7 +637,9 @@ class RetrieveRequest(google.protobuf.message.Message):
     first_chunk: builtins.int
     """First chunk, as index into the keys of the lookup."""
     end_chunk: builtins.int
-    """Chunk after the last. 0: to the end of what the group has locked."""
+    """Chunk after the last, at most 16,384 after first_chunk. Absent: to the end of what the group has
+    locked. Not above first_chunk: the range is empty, and nothing is retrieved.
+    """
     kv_worker_id: builtins.int
     """Which shard. Must be the session's own kv_worker_id on a worker's session."""
     reader: builtins.int
@@ -627,18 +652,6 @@ class RetrieveRequest(google.protobuf.message.Message):
     """
     timeout_ms: builtins.int
     """Server mode: as in StoreRequest."""
-    filled_by: builtins.int
-    """Server mode: the reader whose Retrieve names this one in also_fill. Nothing is copied for this
-    call; its answer is what came of the other, with the same lease, group, first_chunk and
-    end_chunk (which must be given), whichever of the two calls comes first. What came of a call is
-    kept for 60 seconds, for the latest 256 calls a reader, and told once. All chunks are FAILED if
-    the other call fails. If it does not come or does not end within timeout_ms, or this call is
-    cancelled, the reader gives up: all chunks are FAILED, and nothing touches its blocks any more
-    for the other's call. The reader's locks on the range end with this call, unless it fails: with
-    FAILED_PRECONDITION (DEVICE_MEMORY) if the other has registered no memory, or has left this
-    reader to itself, which must then retrieve by itself. 0 for timeout_ms means 30,000 here.
-    block_ids, skip_blocks, ready_event and also_fill must be empty.
-    """
     deadline_ns: builtins.int
     """Server mode: the end of timeout_ms as CLOCK_MONOTONIC of this host in nanoseconds, so that the
     call is given up in time however late it is read. 0: timeout_ms counts from when it is read.
@@ -675,7 +688,7 @@ class RetrieveRequest(google.protobuf.message.Message):
         lease_id: builtins.int = ...,
         group_idx: builtins.int | None = ...,
         first_chunk: builtins.int = ...,
-        end_chunk: builtins.int = ...,
+        end_chunk: builtins.int | None = ...,
         kv_worker_id: builtins.int = ...,
         reader: builtins.int = ...,
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
@@ -683,14 +696,13 @@ class RetrieveRequest(google.protobuf.message.Message):
         ready_event: builtins.bytes = ...,
         timeout_ms: builtins.int = ...,
         also_fill: collections.abc.Iterable[builtins.int] | None = ...,
-        filled_by: builtins.int | None = ...,
         deadline_ns: builtins.int = ...,
         session_token: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "filled_by", b"filled_by", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_filled_by", b"_filled_by", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_token", b"session_token", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_group_idx", b"_group_idx", "end_chunk", b"end_chunk", "group_idx", b"group_idx"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_end_chunk", b"_end_chunk", "_group_idx", b"_group_idx", "also_fill", b"also_fill", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "ready_event", b"ready_event", "session_token", b"session_token", "skip_blocks", b"skip_blocks", "timeout_ms", b"timeout_ms"]) -> None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_filled_by", b"_filled_by"]) -> typing.Literal["filled_by"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_end_chunk", b"_end_chunk"]) -> typing.Literal["end_chunk"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
@@ -719,6 +731,91 @@ class RetrieveResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch"]) -> None: ...
 
 Global___RetrieveResponse: typing_extensions.TypeAlias = RetrieveResponse
+
+@typing.final
+class AwaitFillRequest(google.protobuf.message.Message):
+    """See AwaitFill."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    GROUP_IDX_FIELD_NUMBER: builtins.int
+    FIRST_CHUNK_FIELD_NUMBER: builtins.int
+    END_CHUNK_FIELD_NUMBER: builtins.int
+    KV_WORKER_ID_FIELD_NUMBER: builtins.int
+    READER_FIELD_NUMBER: builtins.int
+    FILLED_BY_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    DEADLINE_NS_FIELD_NUMBER: builtins.int
+    SESSION_TOKEN_FIELD_NUMBER: builtins.int
+    lease_id: builtins.int
+    """As in the other reader's Retrieve."""
+    group_idx: builtins.int
+    """As in the other reader's Retrieve. Absent for a namespace without groups."""
+    first_chunk: builtins.int
+    """As in the other reader's Retrieve."""
+    end_chunk: builtins.int
+    """Chunk after the last: the end of the other reader's range. From 1 to 16,384 after first_chunk,
+    else refused with INVALID_ARGUMENT: so there is no default.
+    """
+    kv_worker_id: builtins.int
+    """Which shard. Must be the session's own kv_worker_id."""
+    reader: builtins.int
+    """The caller's own reader number. Must be the session's own worker_id."""
+    filled_by: builtins.int
+    """The reader whose Retrieve names the caller in also_fill. Never the caller itself."""
+    timeout_ms: builtins.int
+    """Time after which the caller gives up. 0 means 30,000."""
+    deadline_ns: builtins.int
+    """The end of timeout_ms as CLOCK_MONOTONIC of this host in nanoseconds, so that the caller gives up in
+    time however late the call is read. At most timeout_ms ahead, if that is given. 0: timeout_ms
+    counts from when the call is read.
+    """
+    session_token: builtins.bytes
+    """Token of the worker's session. Empty on a session stream: that stream's session."""
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.int = ...,
+        group_idx: builtins.int | None = ...,
+        first_chunk: builtins.int = ...,
+        end_chunk: builtins.int = ...,
+        kv_worker_id: builtins.int = ...,
+        reader: builtins.int = ...,
+        filled_by: builtins.int = ...,
+        timeout_ms: builtins.int = ...,
+        deadline_ns: builtins.int = ...,
+        session_token: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "deadline_ns", b"deadline_ns", "end_chunk", b"end_chunk", "filled_by", b"filled_by", "first_chunk", b"first_chunk", "group_idx", b"group_idx", "kv_worker_id", b"kv_worker_id", "lease_id", b"lease_id", "reader", b"reader", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
+
+Global___AwaitFillRequest: typing_extensions.TypeAlias = AwaitFillRequest
+
+@typing.final
+class AwaitFillResponse(google.protobuf.message.Message):
+    """See AwaitFill."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """The server's epoch."""
+    @property
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
+        """One for each chunk of the range: RETRIEVED, NOT_LOCKED or FAILED, without location."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch"]) -> None: ...
+
+Global___AwaitFillResponse: typing_extensions.TypeAlias = AwaitFillResponse
 
 @typing.final
 class PutRequest(google.protobuf.message.Message):
@@ -750,7 +847,7 @@ Global___PutRequest: typing_extensions.TypeAlias = PutRequest
 
 @typing.final
 class PutOpen(google.protobuf.message.Message):
-    """Names the chunks of a Put."""
+    """Names the chunks of a Put, and which shard of them is put."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -796,7 +893,7 @@ Global___PutOpen: typing_extensions.TypeAlias = PutOpen
 
 @typing.final
 class PutData(google.protobuf.message.Message):
-    """The next bytes of one chunk."""
+    """The next bytes of the shard of one chunk."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -853,24 +950,24 @@ class PutAdmission(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    STATUSES_FIELD_NUMBER: builtins.int
     SHARD_BYTES_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     shard_bytes: builtins.int
-    """Bytes of one chunk."""
+    """Bytes of one shard."""
     @property
-    def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[kvdock.v1.types_pb2.ChunkStatus.ValueType]:
-        """One for each key: RESERVED (send it), EXISTS, NO_SPACE or PARENT_MISSING."""
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
+        """One for each key: RESERVED (send it), EXISTS, NO_SPACE or PARENT_MISSING, without location."""
 
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
-        statuses: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkStatus.ValueType] | None = ...,
         shard_bytes: builtins.int = ...,
+        chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "shard_bytes", b"shard_bytes", "statuses", b"statuses"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch", "shard_bytes", b"shard_bytes"]) -> None: ...
 
 Global___PutAdmission: typing_extensions.TypeAlias = PutAdmission
 
@@ -936,7 +1033,7 @@ Global___GetRequest: typing_extensions.TypeAlias = GetRequest
 
 @typing.final
 class GetResponse(google.protobuf.message.Message):
-    """The next bytes of one chunk, or the word that it is not there."""
+    """The next bytes of the shard of one chunk, or the word that it is not there."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -951,7 +1048,7 @@ class GetResponse(google.protobuf.message.Message):
     data: builtins.bytes
     """The bytes that follow those sent before for this chunk."""
     shard_bytes: builtins.int
-    """Bytes of the whole chunk."""
+    """Bytes of the whole shard. 0 with NOT_FOUND."""
     def __init__(
         self,
         *,

@@ -79,6 +79,11 @@ class CacheServiceStub(object):
                 request_serializer=kvdock_dot_v1_dot_cache__pb2.RetrieveRequest.SerializeToString,
                 response_deserializer=kvdock_dot_v1_dot_cache__pb2.RetrieveResponse.FromString,
                 _registered_method=True)
+        self.AwaitFill = channel.unary_unary(
+                '/kvdock.v1.CacheService/AwaitFill',
+                request_serializer=kvdock_dot_v1_dot_cache__pb2.AwaitFillRequest.SerializeToString,
+                response_deserializer=kvdock_dot_v1_dot_cache__pb2.AwaitFillResponse.FromString,
+                _registered_method=True)
         self.Put = channel.stream_stream(
                 '/kvdock.v1.CacheService/Put',
                 request_serializer=kvdock_dot_v1_dot_cache__pb2.PutRequest.SerializeToString,
@@ -186,14 +191,35 @@ class CacheServiceServicer(object):
         the way, and the bytes copied under it must not be used.
 
         Where several workers of an engine read one shard, one call in server mode may serve them all:
-        its caller names the others in also_fill, and they ask with filled_by what came of it.
+        its caller names the others in also_fill, and they learn by AwaitFill what came of it.
         The bytes leave host memory once and go on from the caller's device to the others', where
         devices reach each other, and are copied from host memory for each reader where not.
 
         NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
-        to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller, or the reader that it
-        names in filled_by, has registered no memory for the group, (WRONG_MODE) for block_ids,
-        skip_blocks, ready_event, also_fill and filled_by in another mode than server.
+        to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller has registered no memory for
+        the group, (WRONG_MODE) for block_ids, skip_blocks, ready_event and also_fill in another mode than
+        server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AwaitFill(self, request, context):
+        """AwaitFill waits for the Retrieve of another reader of the same shard that names the caller in
+        also_fill, and tells what came of the caller's share. It copies nothing. Both calls name the same
+        lease, group and chunks; either may come first. For server mode.
+
+        What came of a Retrieve is kept for 60 seconds, for the latest 256 calls a reader, and told once.
+        All chunks are FAILED if the Retrieve fails. If it does not come or does not end within
+        timeout_ms, or AwaitFill is cancelled, the caller gives up: all chunks are FAILED, and nothing
+        touches its blocks any more for the other's call. The caller's locks on the range end with
+        AwaitFill, unless that fails.
+
+        FAILED_PRECONDITION (DEVICE_MEMORY) if the caller or the reader in filled_by has registered no
+        memory for the group, or if that reader has left the caller to itself: the caller must retrieve by
+        itself. FAILED_PRECONDITION (SESSION_REQUIRED) without a session, (WRONG_MODE) in another mode
+        than server. NOT_FOUND (UNKNOWN_LEASE) if the lease ended and no such Retrieve has come.
+        PERMISSION_DENIED (FOREIGN_LEASE) if the lease belongs to another engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,6 +291,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Retrieve,
                     request_deserializer=kvdock_dot_v1_dot_cache__pb2.RetrieveRequest.FromString,
                     response_serializer=kvdock_dot_v1_dot_cache__pb2.RetrieveResponse.SerializeToString,
+            ),
+            'AwaitFill': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitFill,
+                    request_deserializer=kvdock_dot_v1_dot_cache__pb2.AwaitFillRequest.FromString,
+                    response_serializer=kvdock_dot_v1_dot_cache__pb2.AwaitFillResponse.SerializeToString,
             ),
             'Put': grpc.stream_stream_rpc_method_handler(
                     servicer.Put,
@@ -498,6 +529,33 @@ class CacheService(object):
             '/kvdock.v1.CacheService/Retrieve',
             kvdock_dot_v1_dot_cache__pb2.RetrieveRequest.SerializeToString,
             kvdock_dot_v1_dot_cache__pb2.RetrieveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitFill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdock.v1.CacheService/AwaitFill',
+            kvdock_dot_v1_dot_cache__pb2.AwaitFillRequest.SerializeToString,
+            kvdock_dot_v1_dot_cache__pb2.AwaitFillResponse.FromString,
             options,
             channel_credentials,
             insecure,

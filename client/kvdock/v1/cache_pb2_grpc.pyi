@@ -153,6 +153,22 @@ _CacheServiceRetrieveType = typing_extensions.TypeVar(
     ],
 )
 
+_CacheServiceAwaitFillType = typing_extensions.TypeVar(
+    '_CacheServiceAwaitFillType',
+    grpc.UnaryUnaryMultiCallable[
+        kvdock.v1.cache_pb2.AwaitFillRequest,
+        kvdock.v1.cache_pb2.AwaitFillResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvdock.v1.cache_pb2.AwaitFillRequest,
+        kvdock.v1.cache_pb2.AwaitFillResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvdock.v1.cache_pb2.AwaitFillRequest,
+        kvdock.v1.cache_pb2.AwaitFillResponse,
+    ],
+)
+
 _CacheServicePutType = typing_extensions.TypeVar(
     '_CacheServicePutType',
     grpc.StreamStreamMultiCallable[
@@ -185,7 +201,7 @@ _CacheServiceGetType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _CacheServiceLookupType, _CacheServiceFreeLocksType, _CacheServiceReserveType, _CacheServiceCommitType, _CacheServiceAbortType, _CacheServiceStoreType, _CacheServiceRetrieveType, _CacheServicePutType, _CacheServiceGetType]):
+class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _CacheServiceLookupType, _CacheServiceFreeLocksType, _CacheServiceReserveType, _CacheServiceCommitType, _CacheServiceAbortType, _CacheServiceStoreType, _CacheServiceRetrieveType, _CacheServiceAwaitFillType, _CacheServicePutType, _CacheServiceGetType]):
     """CacheService holds chunks of KV cache under 32-byte keys. docs/keys.md gives the recipe by which
     every client makes the same keys, and test vectors for it.
 
@@ -226,6 +242,10 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
         grpc.UnaryUnaryMultiCallable[
             kvdock.v1.cache_pb2.RetrieveRequest,
             kvdock.v1.cache_pb2.RetrieveResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvdock.v1.cache_pb2.AwaitFillRequest,
+            kvdock.v1.cache_pb2.AwaitFillResponse,
         ],
         grpc.StreamStreamMultiCallable[
             kvdock.v1.cache_pb2.PutRequest,
@@ -270,6 +290,10 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
         grpc.aio.UnaryUnaryMultiCallable[
             kvdock.v1.cache_pb2.RetrieveRequest,
             kvdock.v1.cache_pb2.RetrieveResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvdock.v1.cache_pb2.AwaitFillRequest,
+            kvdock.v1.cache_pb2.AwaitFillResponse,
         ],
         grpc.aio.StreamStreamMultiCallable[
             kvdock.v1.cache_pb2.PutRequest,
@@ -347,14 +371,32 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
     the way, and the bytes copied under it must not be used.
 
     Where several workers of an engine read one shard, one call in server mode may serve them all:
-    its caller names the others in also_fill, and they ask with filled_by what came of it.
+    its caller names the others in also_fill, and they learn by AwaitFill what came of it.
     The bytes leave host memory once and go on from the caller's device to the others', where
     devices reach each other, and are copied from host memory for each reader where not.
 
     NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
-    to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller, or the reader that it
-    names in filled_by, has registered no memory for the group, (WRONG_MODE) for block_ids,
-    skip_blocks, ready_event, also_fill and filled_by in another mode than server.
+    to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller has registered no memory for
+    the group, (WRONG_MODE) for block_ids, skip_blocks, ready_event and also_fill in another mode than
+    server.
+    """
+
+    AwaitFill: _CacheServiceAwaitFillType
+    """AwaitFill waits for the Retrieve of another reader of the same shard that names the caller in
+    also_fill, and tells what came of the caller's share. It copies nothing. Both calls name the same
+    lease, group and chunks; either may come first. For server mode.
+
+    What came of a Retrieve is kept for 60 seconds, for the latest 256 calls a reader, and told once.
+    All chunks are FAILED if the Retrieve fails. If it does not come or does not end within
+    timeout_ms, or AwaitFill is cancelled, the caller gives up: all chunks are FAILED, and nothing
+    touches its blocks any more for the other's call. The caller's locks on the range end with
+    AwaitFill, unless that fails.
+
+    FAILED_PRECONDITION (DEVICE_MEMORY) if the caller or the reader in filled_by has registered no
+    memory for the group, or if that reader has left the caller to itself: the caller must retrieve by
+    itself. FAILED_PRECONDITION (SESSION_REQUIRED) without a session, (WRONG_MODE) in another mode
+    than server. NOT_FOUND (UNKNOWN_LEASE) if the lease ended and no such Retrieve has come.
+    PERMISSION_DENIED (FOREIGN_LEASE) if the lease belongs to another engine.
     """
 
     Put: _CacheServicePutType
@@ -407,6 +449,10 @@ CacheServiceAsyncStub: typing_extensions.TypeAlias = CacheServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvdock.v1.cache_pb2.RetrieveRequest,
         kvdock.v1.cache_pb2.RetrieveResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvdock.v1.cache_pb2.AwaitFillRequest,
+        kvdock.v1.cache_pb2.AwaitFillResponse,
     ],
     grpc.aio.StreamStreamMultiCallable[
         kvdock.v1.cache_pb2.PutRequest,
@@ -532,14 +578,37 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         the way, and the bytes copied under it must not be used.
 
         Where several workers of an engine read one shard, one call in server mode may serve them all:
-        its caller names the others in also_fill, and they ask with filled_by what came of it.
+        its caller names the others in also_fill, and they learn by AwaitFill what came of it.
         The bytes leave host memory once and go on from the caller's device to the others', where
         devices reach each other, and are copied from host memory for each reader where not.
 
         NOT_FOUND (UNKNOWN_LEASE) if the lease ended. PERMISSION_DENIED (FOREIGN_LEASE) if it belongs
-        to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller, or the reader that it
-        names in filled_by, has registered no memory for the group, (WRONG_MODE) for block_ids,
-        skip_blocks, ready_event, also_fill and filled_by in another mode than server.
+        to another engine. FAILED_PRECONDITION (DEVICE_MEMORY) if the caller has registered no memory for
+        the group, (WRONG_MODE) for block_ids, skip_blocks, ready_event and also_fill in another mode than
+        server.
+        """
+
+    @abc.abstractmethod
+    def AwaitFill(
+        self,
+        request: kvdock.v1.cache_pb2.AwaitFillRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvdock.v1.cache_pb2.AwaitFillResponse, collections.abc.Awaitable[kvdock.v1.cache_pb2.AwaitFillResponse]]:
+        """AwaitFill waits for the Retrieve of another reader of the same shard that names the caller in
+        also_fill, and tells what came of the caller's share. It copies nothing. Both calls name the same
+        lease, group and chunks; either may come first. For server mode.
+
+        What came of a Retrieve is kept for 60 seconds, for the latest 256 calls a reader, and told once.
+        All chunks are FAILED if the Retrieve fails. If it does not come or does not end within
+        timeout_ms, or AwaitFill is cancelled, the caller gives up: all chunks are FAILED, and nothing
+        touches its blocks any more for the other's call. The caller's locks on the range end with
+        AwaitFill, unless that fails.
+
+        FAILED_PRECONDITION (DEVICE_MEMORY) if the caller or the reader in filled_by has registered no
+        memory for the group, or if that reader has left the caller to itself: the caller must retrieve by
+        itself. FAILED_PRECONDITION (SESSION_REQUIRED) without a session, (WRONG_MODE) in another mode
+        than server. NOT_FOUND (UNKNOWN_LEASE) if the lease ended and no such Retrieve has come.
+        PERMISSION_DENIED (FOREIGN_LEASE) if the lease belongs to another engine.
         """
 
     @abc.abstractmethod

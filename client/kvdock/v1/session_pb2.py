@@ -26,7 +26,7 @@ from kvdock.v1 import cache_pb2 as kvdock_dot_v1_dot_cache__pb2
 from kvdock.v1 import types_pb2 as kvdock_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvdock/v1/session.proto\x12\tkvdock.v1\x1a\x15kvdock/v1/cache.proto\x1a\x15kvdock/v1/types.proto\"\xcf\x04\n\x0eSessionRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.kvdock.v1.OpenRequestH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.kvdock.v1.HeartbeatRequestH\x00\x12\x41\n\x12register_namespace\x18\x04 \x01(\x0b\x32#.kvdock.v1.RegisterNamespaceRequestH\x00\x12*\n\x06lookup\x18\x05 \x01(\x0b\x32\x18.kvdock.v1.LookupRequestH\x00\x12\x31\n\nfree_locks\x18\x06 \x01(\x0b\x32\x1b.kvdock.v1.FreeLocksRequestH\x00\x12,\n\x07reserve\x18\x07 \x01(\x0b\x32\x19.kvdock.v1.ReserveRequestH\x00\x12*\n\x06\x63ommit\x18\x08 \x01(\x0b\x32\x18.kvdock.v1.CommitRequestH\x00\x12(\n\x05\x61\x62ort\x18\t \x01(\x0b\x32\x17.kvdock.v1.AbortRequestH\x00\x12(\n\x05store\x18\n \x01(\x0b\x32\x17.kvdock.v1.StoreRequestH\x00\x12.\n\x08retrieve\x18\x0b \x01(\x0b\x32\x1a.kvdock.v1.RetrieveRequestH\x00\x12;\n\x0fregister_memory\x18\x0c \x01(\x0b\x32 .kvdock.v1.RegisterMemoryRequestH\x00\x12\x0f\n\x07sent_ms\x18\r \x01(\x04\x42\t\n\x07request\"\xaa\x05\n\x0fSessionResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.kvdock.v1.ErrorH\x00\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x17.kvdock.v1.OpenResponseH\x00\x12\x31\n\theartbeat\x18\x04 \x01(\x0b\x32\x1c.kvdock.v1.HeartbeatResponseH\x00\x12\x42\n\x12register_namespace\x18\x05 \x01(\x0b\x32$.kvdock.v1.RegisterNamespaceResponseH\x00\x12+\n\x06lookup\x18\x06 \x01(\x0b\x32\x19.kvdock.v1.LookupResponseH\x00\x12\x32\n\nfree_locks\x18\x07 \x01(\x0b\x32\x1c.kvdock.v1.FreeLocksResponseH\x00\x12-\n\x07reserve\x18\x08 \x01(\x0b\x32\x1a.kvdock.v1.ReserveResponseH\x00\x12+\n\x06\x63ommit\x18\t \x01(\x0b\x32\x19.kvdock.v1.CommitResponseH\x00\x12)\n\x05\x61\x62ort\x18\n \x01(\x0b\x32\x18.kvdock.v1.AbortResponseH\x00\x12)\n\x05store\x18\x0b \x01(\x0b\x32\x18.kvdock.v1.StoreResponseH\x00\x12/\n\x08retrieve\x18\x0c \x01(\x0b\x32\x1b.kvdock.v1.RetrieveResponseH\x00\x12<\n\x0fregister_memory\x18\r \x01(\x0b\x32!.kvdock.v1.RegisterMemoryResponseH\x00\x12%\n\x07\x61rrived\x18\x64 \x01(\x0b\x32\x12.kvdock.v1.ArrivedH\x00\x12\x13\n\x0b\x61nswered_ms\x18\x0e \x01(\x04\x42\n\n\x08response\"g\n\x07\x41rrived\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\nhit_chunks\x18\x02 \x01(\r\x12#\n\x06groups\x18\x03 \x03(\x0b\x32\x13.kvdock.v1.GroupHit\x12\x11\n\tcut_short\x18\x04 \x01(\t\"\xa1\x01\n\x0bOpenRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvdock.v1.SessionRole\x12\x11\n\tworker_id\x18\x03 \x01(\r\x12\x14\n\x0ckv_worker_id\x18\x04 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\r\x12\x0e\n\x06\x63lient\x18\x06 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x03(\t\"\xe5\x01\n\x0cOpenResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x04 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\r\x12$\n\x08segments\x18\x06 \x03(\x0b\x32\x12.kvdock.v1.Segment\x12\r\n\x05guard\x18\x07 \x01(\x04\x12\x11\n\tevent_log\x18\x08 \x01(\x08\x12\x1a\n\rsession_token\x18\t \x01(\x0c\x42\x03\x80\x01\x01\x12\x10\n\x08\x66\x65\x61tures\x18\n \x03(\t\"\x12\n\x10HeartbeatRequest\"\"\n\x11HeartbeatResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"\xab\x01\n\x15RegisterMemoryRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.kvdock.v1.TransferMode\x12\x30\n\x0b\x61llocations\x18\x03 \x03(\x0b\x32\x1b.kvdock.v1.DeviceAllocation\x12&\n\x06groups\x18\x04 \x03(\x0b\x32\x16.kvdock.v1.GroupMemory\"J\n\x10\x44\x65viceAllocation\x12\x12\n\nipc_handle\x18\x01 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\x0c\"\x8a\x01\n\x0bGroupMemory\x12\x16\n\tgroup_idx\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x18\n\x10\x62locks_per_chunk\x18\x03 \x01(\r\x12\'\n\x07regions\x18\x04 \x03(\x0b\x32\x16.kvdock.v1.BlockRegionB\x0c\n\n_group_idx\"[\n\x0b\x42lockRegion\x12\x12\n\nallocation\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_stride\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\"^\n\x16RegisterMemoryResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.kvdock.v1.TransferMode\x12\x0e\n\x06reason\x18\x03 \x01(\t*w\n\x0bSessionRole\x12\x1c\n\x18SESSION_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SESSION_ROLE_SCHEDULER\x10\x01\x12\x17\n\x13SESSION_ROLE_WORKER\x10\x02\x12\x15\n\x11SESSION_ROLE_TOOL\x10\x03\x32[\n\x0eSessionService\x12I\n\x07Session\x12\x19.kvdock.v1.SessionRequest\x1a\x1a.kvdock.v1.SessionResponse\"\x03\x90\x02\x00(\x01\x30\x01\x42\x84\x01\n\x13io.github.kvdock.v1B\x0cSessionProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvdock/v1/session.proto\x12\tkvdock.v1\x1a\x15kvdock/v1/cache.proto\x1a\x15kvdock/v1/types.proto\"\x82\x05\n\x0eSessionRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.kvdock.v1.OpenRequestH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.kvdock.v1.HeartbeatRequestH\x00\x12\x41\n\x12register_namespace\x18\x04 \x01(\x0b\x32#.kvdock.v1.RegisterNamespaceRequestH\x00\x12*\n\x06lookup\x18\x05 \x01(\x0b\x32\x18.kvdock.v1.LookupRequestH\x00\x12\x31\n\nfree_locks\x18\x06 \x01(\x0b\x32\x1b.kvdock.v1.FreeLocksRequestH\x00\x12,\n\x07reserve\x18\x07 \x01(\x0b\x32\x19.kvdock.v1.ReserveRequestH\x00\x12*\n\x06\x63ommit\x18\x08 \x01(\x0b\x32\x18.kvdock.v1.CommitRequestH\x00\x12(\n\x05\x61\x62ort\x18\t \x01(\x0b\x32\x17.kvdock.v1.AbortRequestH\x00\x12(\n\x05store\x18\n \x01(\x0b\x32\x17.kvdock.v1.StoreRequestH\x00\x12.\n\x08retrieve\x18\x0b \x01(\x0b\x32\x1a.kvdock.v1.RetrieveRequestH\x00\x12;\n\x0fregister_memory\x18\x0c \x01(\x0b\x32 .kvdock.v1.RegisterMemoryRequestH\x00\x12\x31\n\nawait_fill\x18\x0e \x01(\x0b\x32\x1b.kvdock.v1.AwaitFillRequestH\x00\x12\x0f\n\x07sent_ms\x18\r \x01(\x04\x42\t\n\x07request\"\xde\x05\n\x0fSessionResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.kvdock.v1.ErrorH\x00\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x17.kvdock.v1.OpenResponseH\x00\x12\x31\n\theartbeat\x18\x04 \x01(\x0b\x32\x1c.kvdock.v1.HeartbeatResponseH\x00\x12\x42\n\x12register_namespace\x18\x05 \x01(\x0b\x32$.kvdock.v1.RegisterNamespaceResponseH\x00\x12+\n\x06lookup\x18\x06 \x01(\x0b\x32\x19.kvdock.v1.LookupResponseH\x00\x12\x32\n\nfree_locks\x18\x07 \x01(\x0b\x32\x1c.kvdock.v1.FreeLocksResponseH\x00\x12-\n\x07reserve\x18\x08 \x01(\x0b\x32\x1a.kvdock.v1.ReserveResponseH\x00\x12+\n\x06\x63ommit\x18\t \x01(\x0b\x32\x19.kvdock.v1.CommitResponseH\x00\x12)\n\x05\x61\x62ort\x18\n \x01(\x0b\x32\x18.kvdock.v1.AbortResponseH\x00\x12)\n\x05store\x18\x0b \x01(\x0b\x32\x18.kvdock.v1.StoreResponseH\x00\x12/\n\x08retrieve\x18\x0c \x01(\x0b\x32\x1b.kvdock.v1.RetrieveResponseH\x00\x12<\n\x0fregister_memory\x18\r \x01(\x0b\x32!.kvdock.v1.RegisterMemoryResponseH\x00\x12\x32\n\nawait_fill\x18\x0f \x01(\x0b\x32\x1c.kvdock.v1.AwaitFillResponseH\x00\x12%\n\x07\x61rrived\x18\x64 \x01(\x0b\x32\x12.kvdock.v1.ArrivedH\x00\x12\x13\n\x0b\x61nswered_ms\x18\x0e \x01(\x04\x42\n\n\x08response\"g\n\x07\x41rrived\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\nhit_chunks\x18\x02 \x01(\r\x12#\n\x06groups\x18\x03 \x03(\x0b\x32\x13.kvdock.v1.GroupHit\x12\x11\n\tcut_short\x18\x04 \x01(\t\"\xa1\x01\n\x0bOpenRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvdock.v1.SessionRole\x12\x11\n\tworker_id\x18\x03 \x01(\r\x12\x14\n\x0ckv_worker_id\x18\x04 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\r\x12\x0e\n\x06\x63lient\x18\x06 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x03(\t\"\xe5\x01\n\x0cOpenResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x04 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\r\x12$\n\x08segments\x18\x06 \x03(\x0b\x32\x12.kvdock.v1.Segment\x12\r\n\x05guard\x18\x07 \x01(\x04\x12\x11\n\tevent_log\x18\x08 \x01(\x08\x12\x1a\n\rsession_token\x18\t \x01(\x0c\x42\x03\x80\x01\x01\x12\x10\n\x08\x66\x65\x61tures\x18\n \x03(\t\"\x12\n\x10HeartbeatRequest\"\"\n\x11HeartbeatResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"\xab\x01\n\x15RegisterMemoryRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.kvdock.v1.TransferMode\x12\x30\n\x0b\x61llocations\x18\x03 \x03(\x0b\x32\x1b.kvdock.v1.DeviceAllocation\x12&\n\x06groups\x18\x04 \x03(\x0b\x32\x16.kvdock.v1.GroupMemory\"J\n\x10\x44\x65viceAllocation\x12\x12\n\nipc_handle\x18\x01 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\x0c\"\x8a\x01\n\x0bGroupMemory\x12\x16\n\tgroup_idx\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x18\n\x10\x62locks_per_chunk\x18\x03 \x01(\r\x12\'\n\x07regions\x18\x04 \x03(\x0b\x32\x16.kvdock.v1.BlockRegionB\x0c\n\n_group_idx\"[\n\x0b\x42lockRegion\x12\x12\n\nallocation\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_stride\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\"^\n\x16RegisterMemoryResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.kvdock.v1.TransferMode\x12\x0e\n\x06reason\x18\x03 \x01(\t*w\n\x0bSessionRole\x12\x1c\n\x18SESSION_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SESSION_ROLE_SCHEDULER\x10\x01\x12\x17\n\x13SESSION_ROLE_WORKER\x10\x02\x12\x15\n\x11SESSION_ROLE_TOOL\x10\x03\x32[\n\x0eSessionService\x12I\n\x07Session\x12\x19.kvdock.v1.SessionRequest\x1a\x1a.kvdock.v1.SessionResponse\"\x03\x90\x02\x00(\x01\x30\x01\x42\x84\x01\n\x13io.github.kvdock.v1B\x0cSessionProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,32 +38,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENRESPONSE'].fields_by_name['session_token']._serialized_options = b'\200\001\001'
   _globals['_SESSIONSERVICE'].methods_by_name['Session']._loaded_options = None
   _globals['_SESSIONSERVICE'].methods_by_name['Session']._serialized_options = b'\220\002\000'
-  _globals['_SESSIONROLE']._serialized_start=2500
-  _globals['_SESSIONROLE']._serialized_end=2619
+  _globals['_SESSIONROLE']._serialized_start=2603
+  _globals['_SESSIONROLE']._serialized_end=2722
   _globals['_SESSIONREQUEST']._serialized_start=85
-  _globals['_SESSIONREQUEST']._serialized_end=676
-  _globals['_SESSIONRESPONSE']._serialized_start=679
-  _globals['_SESSIONRESPONSE']._serialized_end=1361
-  _globals['_ARRIVED']._serialized_start=1363
-  _globals['_ARRIVED']._serialized_end=1466
-  _globals['_OPENREQUEST']._serialized_start=1469
-  _globals['_OPENREQUEST']._serialized_end=1630
-  _globals['_OPENRESPONSE']._serialized_start=1633
-  _globals['_OPENRESPONSE']._serialized_end=1862
-  _globals['_HEARTBEATREQUEST']._serialized_start=1864
-  _globals['_HEARTBEATREQUEST']._serialized_end=1882
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1884
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1918
-  _globals['_REGISTERMEMORYREQUEST']._serialized_start=1921
-  _globals['_REGISTERMEMORYREQUEST']._serialized_end=2092
-  _globals['_DEVICEALLOCATION']._serialized_start=2094
-  _globals['_DEVICEALLOCATION']._serialized_end=2168
-  _globals['_GROUPMEMORY']._serialized_start=2171
-  _globals['_GROUPMEMORY']._serialized_end=2309
-  _globals['_BLOCKREGION']._serialized_start=2311
-  _globals['_BLOCKREGION']._serialized_end=2402
-  _globals['_REGISTERMEMORYRESPONSE']._serialized_start=2404
-  _globals['_REGISTERMEMORYRESPONSE']._serialized_end=2498
-  _globals['_SESSIONSERVICE']._serialized_start=2621
-  _globals['_SESSIONSERVICE']._serialized_end=2712
+  _globals['_SESSIONREQUEST']._serialized_end=727
+  _globals['_SESSIONRESPONSE']._serialized_start=730
+  _globals['_SESSIONRESPONSE']._serialized_end=1464
+  _globals['_ARRIVED']._serialized_start=1466
+  _globals['_ARRIVED']._serialized_end=1569
+  _globals['_OPENREQUEST']._serialized_start=1572
+  _globals['_OPENREQUEST']._serialized_end=1733
+  _globals['_OPENRESPONSE']._serialized_start=1736
+  _globals['_OPENRESPONSE']._serialized_end=1965
+  _globals['_HEARTBEATREQUEST']._serialized_start=1967
+  _globals['_HEARTBEATREQUEST']._serialized_end=1985
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1987
+  _globals['_HEARTBEATRESPONSE']._serialized_end=2021
+  _globals['_REGISTERMEMORYREQUEST']._serialized_start=2024
+  _globals['_REGISTERMEMORYREQUEST']._serialized_end=2195
+  _globals['_DEVICEALLOCATION']._serialized_start=2197
+  _globals['_DEVICEALLOCATION']._serialized_end=2271
+  _globals['_GROUPMEMORY']._serialized_start=2274
+  _globals['_GROUPMEMORY']._serialized_end=2412
+  _globals['_BLOCKREGION']._serialized_start=2414
+  _globals['_BLOCKREGION']._serialized_end=2505
+  _globals['_REGISTERMEMORYRESPONSE']._serialized_start=2507
+  _globals['_REGISTERMEMORYRESPONSE']._serialized_end=2601
+  _globals['_SESSIONSERVICE']._serialized_start=2724
+  _globals['_SESSIONSERVICE']._serialized_end=2815
 # @@protoc_insertion_point(module_scope)

@@ -67,6 +67,7 @@ class SessionRequest(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     RETRIEVE_FIELD_NUMBER: builtins.int
     REGISTER_MEMORY_FIELD_NUMBER: builtins.int
+    AWAIT_FILL_FIELD_NUMBER: builtins.int
     SENT_MS_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Comes back in the answer. Any number; 0 makes answers look like messages that answer nothing."""
@@ -119,6 +120,10 @@ class SessionRequest(google.protobuf.message.Message):
     def register_memory(self) -> Global___RegisterMemoryRequest:
         """Hands the worker's KV-cache memory to the server."""
 
+    @property
+    def await_fill(self) -> kvdock.v1.cache_pb2.AwaitFillRequest:
+        """As in CacheService."""
+
     def __init__(
         self,
         *,
@@ -134,11 +139,12 @@ class SessionRequest(google.protobuf.message.Message):
         store: kvdock.v1.cache_pb2.StoreRequest | None = ...,
         retrieve: kvdock.v1.cache_pb2.RetrieveRequest | None = ...,
         register_memory: Global___RegisterMemoryRequest | None = ...,
+        await_fill: kvdock.v1.cache_pb2.AwaitFillRequest | None = ...,
         sent_ms: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "commit", b"commit", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "request", b"request", "reserve", b"reserve", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "commit", b"commit", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "request", b"request", "reserve", b"reserve", "retrieve", b"retrieve", "sent_ms", b"sent_ms", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "await_fill", b"await_fill", "commit", b"commit", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "request", b"request", "reserve", b"reserve", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "await_fill", b"await_fill", "commit", b"commit", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "request", b"request", "reserve", b"reserve", "retrieve", b"retrieve", "sent_ms", b"sent_ms", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory", "await_fill"] | None: ...
 
 Global___SessionRequest: typing_extensions.TypeAlias = SessionRequest
 
@@ -161,6 +167,7 @@ class SessionResponse(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     RETRIEVE_FIELD_NUMBER: builtins.int
     REGISTER_MEMORY_FIELD_NUMBER: builtins.int
+    AWAIT_FILL_FIELD_NUMBER: builtins.int
     ARRIVED_FIELD_NUMBER: builtins.int
     ANSWERED_MS_FIELD_NUMBER: builtins.int
     id: builtins.int
@@ -224,6 +231,10 @@ class SessionResponse(google.protobuf.message.Message):
         """To register_memory."""
 
     @property
+    def await_fill(self) -> kvdock.v1.cache_pb2.AwaitFillResponse:
+        """To await_fill."""
+
+    @property
     def arrived(self) -> Global___Arrived:
         """To nothing, with id 0: what an earlier Lookup had begun to fetch. From 100 on are messages that
         answer nothing.
@@ -245,12 +256,13 @@ class SessionResponse(google.protobuf.message.Message):
         store: kvdock.v1.cache_pb2.StoreResponse | None = ...,
         retrieve: kvdock.v1.cache_pb2.RetrieveResponse | None = ...,
         register_memory: Global___RegisterMemoryResponse | None = ...,
+        await_fill: kvdock.v1.cache_pb2.AwaitFillResponse | None = ...,
         arrived: Global___Arrived | None = ...,
         answered_ms: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "arrived", b"arrived", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "answered_ms", b"answered_ms", "arrived", b"arrived", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["error", "open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory", "arrived"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "arrived", b"arrived", "await_fill", b"await_fill", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "answered_ms", b"answered_ms", "arrived", b"arrived", "await_fill", b"await_fill", "commit", b"commit", "error", b"error", "free_locks", b"free_locks", "heartbeat", b"heartbeat", "id", b"id", "lookup", b"lookup", "open", b"open", "register_memory", b"register_memory", "register_namespace", b"register_namespace", "reserve", b"reserve", "response", b"response", "retrieve", b"retrieve", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["error", "open", "heartbeat", "register_namespace", "lookup", "free_locks", "reserve", "commit", "abort", "store", "retrieve", "register_memory", "await_fill", "arrived"] | None: ...
 
 Global___SessionResponse: typing_extensions.TypeAlias = SessionResponse
 
@@ -458,7 +470,9 @@ class RegisterMemoryRequest(google.protobuf.message.Message):
     ALLOCATIONS_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     namespace: builtins.str
-    """Registered name of the namespace whose groups the memory belongs to."""
+    """Registered name of the namespace whose groups the memory belongs to. Empty: refused with
+    INVALID_ARGUMENT, and what was registered before stays.
+    """
     mode: kvdock.v1.types_pb2.TransferMode.ValueType
     """The mode wanted. UNSPECIFIED: SERVER if the server can open the memory, else SHARED."""
     @property

@@ -3,6 +3,15 @@
 isort:skip_file
 Messages that several services share.
 
+Words, which mean one thing each in every message, event and listing:
+
+  * A block is the engine's paging unit, addressed by a block id; block hashes are the engine's, too.
+  * A chunk is a run of a prompt's tokens, as long as one or several blocks, addressed by its key.
+  * A part is one group's share of a chunk: what is visible, announced, listed, locked and evicted.
+  * A shard is what one KV worker holds of a part: what is reserved, copied and sealed.
+  * Calls name chunks. With a group and a kv_worker_id they mean the part or the shard of each.
+  * BlockStored, BlockRemoved and AllBlocksCleared are vLLM's names of events. They are about parts.
+
 Conventions of the whole protocol:
 
   * Sizes and offsets are bytes, times are milliseconds, unless a field says otherwise.
@@ -14,6 +23,16 @@ Conventions of the whole protocol:
     before sending.
   * Zero or absent means what the field's comment says it means; where it says nothing, zero
     is an ordinary value.
+  * An empty request, of which no field is set, does nothing, or only reads, or is refused: nothing
+    is freed, cleared, evicted or replaced because a field is missing.
+  * A range of chunks begins with first_chunk and ends before end_chunk. Without end_chunk it goes to
+    the end. If end_chunk is not above first_chunk, the range is empty, and nothing is done for it.
+  * Enums gain values. A request with a value that the server does not know is refused with
+    INVALID_ARGUMENT, since what it asks for cannot be known; that UNSPECIFIED is allowed in a field
+    does not change it. A client takes a value that it does not know as UNSPECIFIED, and a
+    ChunkStatus that it does not know as a failure: nothing was stored, reserved or delivered.
+  * Results are a message for each item, in the order of the request, never bare values: so they can
+    gain fields.
   * Ids that the server makes (sessions, leases, reservations, its epoch) are random, from 1 to
     2^53 - 1: JavaScript, for one, holds no larger integer exactly.
   * Each call has an idempotency_level. Only what is IDEMPOTENT or has NO_SIDE_EFFECTS may be repeated
@@ -111,7 +130,7 @@ class _ChunkStatus:
 class _ChunkStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ChunkStatus.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     CHUNK_STATUS_UNSPECIFIED: _ChunkStatus.ValueType  # 0
-    """Never sent."""
+    """Never sent. A client takes a status that it does not know as this one: a failure."""
     CHUNK_STATUS_STORED: _ChunkStatus.ValueType  # 1
     """The bytes are in the pool and sealed. Visible to Lookup once all shards are."""
     CHUNK_STATUS_RESERVED: _ChunkStatus.ValueType  # 2
@@ -134,12 +153,12 @@ class _ChunkStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The copy failed, or was given up before its end. Nothing became visible."""
 
 class ChunkStatus(_ChunkStatus, metaclass=_ChunkStatusEnumTypeWrapper):
-    """Outcome for one chunk of a call. A call that succeeds answers one for every chunk it named, so
+    """Outcome for one chunk of a call, of the part or shard that the call means. A call that succeeds answers one for every chunk it named, so
     that one bad chunk never fails its neighbours.
     """
 
 CHUNK_STATUS_UNSPECIFIED: ChunkStatus.ValueType  # 0
-"""Never sent."""
+"""Never sent. A client takes a status that it does not know as this one: a failure."""
 CHUNK_STATUS_STORED: ChunkStatus.ValueType  # 1
 """The bytes are in the pool and sealed. Visible to Lookup once all shards are."""
 CHUNK_STATUS_RESERVED: ChunkStatus.ValueType  # 2

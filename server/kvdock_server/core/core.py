@@ -136,10 +136,10 @@ class Core:
         )
 
     def close_session(self, session: Session) -> None:
-        """The session's stream ended: release all that the session held.
+        """The session's stream ended: free its locks and slots. Its GPU memory was closed before.
 
-        Memory that the session's process may still be writing to is released later, when the
-        process cannot write any more.
+        Slots that the session's process may still be writing to are freed later, when the process
+        cannot write any more.
         """
         session.orphaned = True
         self.sessions.close(session)
@@ -151,7 +151,7 @@ class Core:
         Call it about once a second.
         """
         now = self.clock()
-        self.backlog.add(self.reservations.reclaim_unmapped())
+        self.backlog.add(self.reservations.free_unmapped())
         self.backlog.add(self.leases.expire(now))
         self.index.give_up_overdue(now)
         if self.events is not None:
@@ -250,7 +250,7 @@ class Core:
                 freed = yield from self.leases.release_in_steps(
                     lease,
                     wanted.first_chunk,
-                    wanted.end_chunk or None,
+                    wanted.end_chunk,
                     readers=None if reader is None else [reader],
                     position=position,
                 )
@@ -399,17 +399,21 @@ class Core:
         return space.shard_bytes(space.namespace.position(group_idx), shard)
 
     def clear(self, namespace: str) -> int:
-        """Make everything in a namespace invisible, or in all if the name is empty.
+        """Make everything in a namespace invisible; how many parts were visible."""
+        return self.index.clear(self.index.space(namespace))
 
-        Returns how many parts were visible.
-        """
-        spaces = [self.index.space(namespace)] if namespace else self.index.spaces
-        return self.index.clear(*spaces)
+    def clear_all(self) -> int:
+        """Make everything in every namespace invisible; how many parts were visible."""
+        return self.index.clear(*self.index.spaces)
 
     def evict_in_steps(self, nbytes: int) -> Steps[tuple[int, int]]:
-        """Evict ``nbytes``, or all if 0; how many parts and bytes were evicted."""
+        """Evict ``nbytes``; how many parts and bytes were evicted."""
+        return self.index.evict_in_steps(nbytes)
+
+    def evict_all_in_steps(self) -> Steps[tuple[int, int]]:
+        """Evict all that may be evicted; how many parts and bytes were evicted."""
         # All is a number of bytes, too, so that evicting ends though others store meanwhile.
-        return self.index.evict_in_steps(nbytes or self.index.sealed_bytes)
+        return self.index.evict_in_steps(self.index.sealed_bytes)
 
     @property
     def is_idle(self) -> bool:

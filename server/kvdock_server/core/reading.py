@@ -95,7 +95,7 @@ def locate_in_steps(
 ) -> Steps[LockedShards]:
     """Where the locked shards of a range lie, by the locks that are held at the first step.
 
-    RequestError if the lease has no such shard, reader, group or range.
+    RequestError if the lease has no such shard, reader or group, or if the range is too long.
     """
     namespace = lease.space.namespace
     position = namespace.position(chunks.group_idx)
@@ -108,9 +108,9 @@ def locate_in_steps(
         )
     locked = lease.spans[position]
     parts, span_first = locked.span.parts, locked.span.first
-    first, end = chunks.first_chunk, chunks.end_chunk or span_first + len(parts)
-    if not first < end:
-        raise invalid(f"chunks {first} to {end}: the range is empty", "end_chunk")
+    first, end = chunks.first_chunk, chunks.end_chunk
+    if end is None:
+        end = span_first + len(parts)
     if end - first > MAX_KEYS:
         raise invalid(f"{end - first} chunks: at most {MAX_KEYS}", "end_chunk", first + MAX_KEYS)
     held = locked.held[reader] & locked.bits(first, end)

@@ -94,9 +94,9 @@ class ReservationTable:
         """A session's stream ended: free its memory when its process cannot write any more."""
         yield from self.orphan(session)
         self._ended.append(session)
-        yield from self.reclaim_unmapped()
+        yield from self.free_unmapped()
 
-    def reclaim_unmapped(self) -> Steps[None]:
+    def free_unmapped(self) -> Steps[None]:
         """Free the memory of ended sessions whose processes cannot write any more."""
         ready: list[Session] = []
         waiting: list[Session] = []
@@ -107,7 +107,7 @@ class ReservationTable:
         for session in ready:
             for reservation in list(session.reservations.values()):
                 while reservation.orphaned:
-                    self._index.reclaim(reservation.orphaned.pop())
+                    self._index.free(reservation.orphaned.pop())
                     yield
                 self._forget_if_done(session, reservation)
 

@@ -1,9 +1,10 @@
 """Turns what happens in the index into events.
 
 A part of a full-attention group is announced once it and all parts before it are visible. So a
-reader never gets a child whose parent it does not know. A part whose parent is late (another rank,
-another session) waits here. Parts of other groups need no parent, and are announced when they
-become visible. A part is announced on each medium for itself.
+reader never gets a child whose parent it does not know. A part whose parent is late waits here. For
+example, one engine is still writing a prompt's first chunk, when another engine, which found the
+first chunk reserved, has written the second one. Parts of other groups need no parent, and are
+announced when they become visible. A part is announced on each medium for itself.
 
 The index removes no full-attention part that has children, except by clearing a namespace. So among
 the announced parts, parents always come before children. A snapshot is the events that announced
@@ -25,21 +26,21 @@ from kvdock_server.index.namespace import Group, GroupKind
 from kvdock_server.steps import Backlog, Steps
 
 
-class _OnMedium:
+class _MediumParts:
     """What is known of one namespace's parts on one medium."""
 
     def __init__(self) -> None:
         self.announced: dict[Part, Event] = {}
-        # Visible parts of a full-attention group, by the part that must be announced before them.
-        # A key is that part's chunk and position, since the part may be stored anew meanwhile.
+        # Visible parts of a full-attention group, by the parent that must be announced before them.
+        # A key is the parent's chunk and position, since the parent may be stored anew meanwhile.
         self.waiting: dict[tuple[Chunk, int], dict[Part, None]] = {}
 
 
-class _Told:
+class _NamespaceParts:
     """What is known of one namespace's parts."""
 
     def __init__(self) -> None:
-        self.media = {medium: _OnMedium() for medium in Medium}
+        self.media = {medium: _MediumParts() for medium in Medium}
         # What stores told of parts in the pool that are announced nowhere yet.
         self.data: dict[Part, bytes] = {}
 
@@ -74,21 +75,21 @@ class Publisher:
         self.log = log
         self._backlog = backlog
         self.subscribers = Subscribers(log)
-        self._told: defaultdict[NamespaceIndex, _Told] = defaultdict(_Told)
+        self._known: defaultdict[NamespaceIndex, _NamespaceParts] = defaultdict(_NamespaceParts)
 
     def describe(self, outcomes: Sequence[ReserveStatus | Slot], data: Sequence[bytes]) -> None:
         """Note what a store tells of the chunks that it reserved: an encoded message for each."""
         for outcome, one in zip(outcomes, data, strict=True):
             if isinstance(outcome, Slot) and not outcome.part.is_gone:
-                self._told[outcome.part.chunk.space].data.setdefault(outcome.part, one)
+                self._known[outcome.part.chunk.space].data.setdefault(outcome.part, one)
 
     def snapshot(self, namespaces: Set[str] = frozenset()) -> list[Event]:
         """The events that announced the parts that can be found now, parents first."""
         return [
             announced
-            for space, told in self._told.items()
+            for space, known in self._known.items()
             if not namespaces or space.namespace.name in namespaces
-            for there in told.media.values()
+            for there in known.media.values()
             for announced in there.announced.values()
         ]
 
@@ -96,22 +97,22 @@ class Publisher:
 
     def stored(self, part: Part, medium: Medium = Medium.CPU) -> None:
         """A part became visible on a medium."""
-        told = self._told[part.chunk.space]
-        there = told.media[medium]
-        before = _before(part)
-        if before is not None:
-            chunk, position = before
+        known = self._known[part.chunk.space]
+        there = known.media[medium]
+        parent = _awaited_parent(part)
+        if parent is not None:
+            chunk, position = parent
             if chunk.parts[position] not in there.announced:
-                there.waiting.setdefault(before, {})[part] = None
+                there.waiting.setdefault(parent, {})[part] = None
                 return
-        self._announce(told, part, medium)
+        self._announce(known, part, medium)
         if not there.waiting:
             return
         ready = [part]
         while ready:
             part = ready.pop()
             for child in there.waiting.pop((part.chunk, part.position), ()):
-                self._announce(told, child, medium)
+                self._announce(known, child, medium)
                 ready.append(child)
 
     def removed(self, part: Part, medium: Medium = Medium.CPU) -> None:
@@ -119,34 +120,34 @@ class Publisher:
         space = part.chunk.space
         if space.is_cleared:
             return
-        told = self._told.get(space)
-        if told is None:
+        known = self._known.get(space)
+        if known is None:
             return
         if medium is Medium.CPU:
-            told.data.pop(part, None)
-        there = told.media[medium]
+            known.data.pop(part, None)
+        there = known.media[medium]
         announced = there.announced.pop(part, None)
         if announced is not None:
             gone = RemovedPart(part.chunk.key, _group(part), announced)
             self._append(event.removed(space.namespace.name, medium, gone))
             return
-        before = _before(part)
-        if before in there.waiting:
-            siblings = there.waiting[before]
+        parent = _awaited_parent(part)
+        if parent in there.waiting:
+            siblings = there.waiting[parent]
             siblings.pop(part, None)
             if not siblings:
-                del there.waiting[before]
+                del there.waiting[parent]
 
     def cleared(self, space: NamespaceIndex) -> None:
         """All parts of a namespace are invisible from now on, and leave the index one by one."""
-        told = self._told.pop(space, None)
-        if told is None:
+        known = self._known.pop(space, None)
+        if known is None:
             return
-        if any(there.announced for there in told.media.values()):
+        if any(there.announced for there in known.media.values()):
             self._append(event.cleared(space.namespace.name))
-        self._backlog.add(told.forget_all())
+        self._backlog.add(known.forget_all())
 
-    def _announce(self, told: _Told, part: Part, medium: Medium) -> None:
+    def _announce(self, known: _NamespaceParts, part: Part, medium: Medium) -> None:
         chunk = part.chunk
         announced = event.stored(
             chunk.space.namespace.name,
@@ -155,10 +156,10 @@ class Publisher:
                 chunk.key,
                 chunk.parent.key if chunk.parent is not None else b"",
                 _group(part),
-                told.data_of(part),
+                known.data_of(part),
             ),
         )
-        told.media[medium].announced[part] = announced
+        known.media[medium].announced[part] = announced
         self._append(announced)
 
     def _append(self, new: Event) -> None:
@@ -170,8 +171,8 @@ def _group(part: Part) -> Group:
     return part.chunk.space.namespace.groups[part.position]
 
 
-def _before(part: Part) -> tuple[Chunk, int] | None:
-    """What must be announced before the part: chunk and position, or None."""
+def _awaited_parent(part: Part) -> tuple[Chunk, int] | None:
+    """The parent that must be announced before the part: its chunk and position. Or None."""
     parent = part.chunk.parent
     if parent is None or _group(part).kind is not GroupKind.FULL_ATTENTION:
         return None

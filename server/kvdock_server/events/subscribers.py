@@ -33,7 +33,10 @@ class Subscriber:
 
 
 class Subscribers:
-    """All readers of one log. They may read events up to number ``shown``."""
+    """All readers of one log.
+
+    ``shown`` is the number of the last event that they may read. The log has perhaps more already.
+    """
 
     def __init__(self, log: Log) -> None:
         self.log = log

@@ -23,15 +23,15 @@ def longest_hit(namespace: Namespace, chunks: Sequence[Chunk]) -> int:
                 if part is None or not part.visible:
                     hit = index
                     break
-    partial = [
+    other_groups = [
         (position, group)
         for position, group in enumerate(groups)
         if group.kind is not GroupKind.FULL_ATTENTION
     ]
-    runs = [_visible_runs(chunks[:hit], position) for position, _ in partial]
+    runs = [_visible_runs(chunks[:hit], position) for position, _ in other_groups]
     while hit > 0 and any(
         run[hit - 1] < group.needed_chunks(hit, namespace.chunk_tokens)
-        for run, (_, group) in zip(runs, partial, strict=True)
+        for run, (_, group) in zip(runs, other_groups, strict=True)
     ):
         hit -= 1
     return hit

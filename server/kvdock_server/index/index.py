@@ -106,7 +106,7 @@ class Index:
         self._reclaimer = Reclaimer(slots, backlog, self._evict, make_policy)
         self._spaces: dict[str, NamespaceIndex] = {}
         self._pending: dict[Part, float] = {}
-        self._now = 0
+        self._use = 0  # counts uses, and is no clock; see Part.last_used
 
     # Namespaces
 
@@ -174,11 +174,11 @@ class Index:
         Of a full-attention span only the last part is touched. Such parts are evicted from the end
         of a prompt, and an evicted part hands its last use on to the chunk before it.
         """
-        self._now += 1
+        self._use += 1
         for span in spans:
             only_last = span.parts and span.parts[-1].is_full_attention
             for part in span.parts[-1:] if only_last else span.parts:
-                part.last_used = self._now
+                part.last_used = self._use
 
     def part(self, space: NamespaceIndex, position: int, key: bytes) -> Part | None:
         """A visible part, or None."""
@@ -250,8 +250,8 @@ class Index:
         deadline: float,
     ) -> Steps[list[ReserveStatus | Slot]]:
         """``reserve``, after its arguments were checked."""
-        self._now += 1
-        now = self._now
+        self._use += 1
+        use = self._use
         statuses: list[ReserveStatus] = []
         parts: list[Part] = []
         offsets: list[int] = []
@@ -269,7 +269,7 @@ class Index:
                 parent = chunk
                 part = chunk.parts[position]
                 if part is not None and not part.lacks(shard):
-                    part.last_used = now
+                    part.last_used = use
                     statuses.append(ReserveStatus.EXISTS)
                     yield
                     continue
@@ -279,7 +279,7 @@ class Index:
                 # From now on no part of the chunk is evicted, also not to make room for this one.
                 part.writing |= 1 << shard
                 parts.append(part)
-                offset = yield from self._reclaimer.make_room(size, now)
+                offset = yield from self._reclaimer.make_room(size, use)
                 if offset is None:
                     self._stop_waiting(parts.pop(), shard)
                     break
@@ -314,7 +314,7 @@ class Index:
         """A shard is complete. False if its part was removed meanwhile: its memory is freed."""
         part = slot.part
         if part.is_gone:
-            self.reclaim(slot)
+            self.free(slot)
             return False
         space = part.chunk.space
         nbytes = slot.nbytes
@@ -326,7 +326,7 @@ class Index:
         space.usage.sealed_bytes += nbytes
         if part.sealed_shards == len(part.slots):
             part.visible = True
-            part.last_used = self._now
+            part.last_used = self._use
             space.visible_parts += 1
             del self._pending[part]
             for watcher in self.watchers:
@@ -337,7 +337,7 @@ class Index:
     def abort(self, slot: Slot) -> None:
         """A shard will not come. Free its memory."""
         self.orphan(slot)
-        self.reclaim(slot)
+        self.free(slot)
 
     def abort_all(self, slots: Iterable[Slot]) -> None:
         """Abort many shards: some at once, the rest in the backlog."""
@@ -353,7 +353,7 @@ class Index:
         """A shard will not come. Another writer may store it, but its memory stays reserved."""
         self._stop_waiting(slot.part, slot.shard)
 
-    def reclaim(self, slot: Slot) -> None:
+    def free(self, slot: Slot) -> None:
         """Free the memory of a slot that was orphaned."""
         self._slots.free(slot.offset)
         self.reserved_bytes -= self._slots.slot_bytes(slot.nbytes)

@@ -1,18 +1,28 @@
-"""Making room: which chunks are evicted so that a shard of some size gets a slot.
+"""Making room: which chunks are evicted so that a shard gets a slot of its size.
 
-There is one eviction policy for each set of slot sizes. A part with a slot of the wanted size (the
-own size) gives this slot as it is. Memory of other sizes comes as whole windows of slabs
-(tiers/host/slots.py), which are emptied of all that lies in them. "First" is the part that its
-policy would evict first. These ways are tried in this order:
+A free slot is taken first, then the memory of what was cleared. If there is neither, something is
+evicted. Memory of other sizes comes as slabs (tiers/host/slots.py): all chunks that lie in these
+must go, and all chunks that extend those.
 
-1. A window of other sizes in which all was last used before the first of the own size. If none of
-   the own size may be evicted: before half of the time since the first of all sizes was used.
-2. Slabs that are free, but no window: a makeshift run.
-3. Slabs of other sizes that are no window, unused for twice as long as the first of the own size.
-4. If the first of the own size lies in a makeshift run: the window around this run, once all that
-   lies there is about as old.
-5. The first of the own size.
-6. If none of the own size may be evicted: whatever is not in use, a window if there is one.
+``oldest`` is the part that its policy evicts first, the least recently used, of all parts with
+slots of the wanted size. These ways are tried in this order:
+
+1. Empty a window of slots of other sizes, if all in it was last used before ``oldest``. What lies
+   there is worth less than ``oldest``, and a window loses little memory.
+2. Take free slabs that are no window, as a makeshift run. Nothing is evicted for it.
+3. Empty slabs of other sizes that are no window, if all in them has been unused for twice as long
+   as ``oldest``. More is asked than for a window, since a makeshift run may lose more memory.
+4. If ``oldest`` lies in a makeshift run: empty the window around this run, if all in it is about as
+   old. So makeshift runs give way to windows in time.
+5. Evict ``oldest`` and take its slot.
+
+There may be no part of the wanted size that may be evicted. Perhaps no chunk of this size has been
+stored yet. Then these ways are tried:
+
+1. Empty a window of slots of other sizes, if all in it was last used in the first half of the time
+   since the oldest part of any size was used. So a new size does not take what was used lately.
+2. Take free slabs that are no window.
+3. Empty any window, or else any slabs, that nobody uses. Otherwise the shard could not be stored.
 """
 
 from __future__ import annotations
@@ -27,6 +37,7 @@ from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
 
 _LOOKS_A_STEP: Final = 128
+"""How many parts a policy looks at between two yields."""
 
 
 class Reclaimer:
@@ -43,7 +54,9 @@ class Reclaimer:
         self._backlog = backlog
         self._evict = evict
         self._make_policy = make_policy
-        self._policies: dict[frozenset[int], EvictionPolicy] = {}  # by the sizes of a part's slots
+        # The shards of a part may have slots of several sizes. Parts with the same sizes share one
+        # policy.
+        self._policies: dict[frozenset[int], EvictionPolicy] = {}
         self._policy_of: dict[tuple[int, ...], EvictionPolicy] = {}  # by shard_bytes
         self._windows = Windows(slots, self.sealed, evict)
 
@@ -66,10 +79,11 @@ class Reclaimer:
         yield from self._backlog.all_steps()
         return (yield from self._first_of(list(self._policies.values())))
 
-    def make_room(self, size: int, now: int) -> Steps[int | None]:
+    def make_room(self, size: int, use: int) -> Steps[int | None]:
         """Offset of a slot for a shard of ``size`` bytes; evicts if need be.
 
-        None if there is no such slot. ``now`` is the number of the use that wants it.
+        None if there is no such slot. ``use`` is the index's use counter (no clock), as in
+        ``Part.last_used``.
         """
         slot_bytes = self._slots.slot_bytes(size)
         while True:
@@ -80,39 +94,39 @@ class Reclaimer:
                 yield
                 continue
             policies = [each for sizes, each in self._policies.items() if slot_bytes in sizes]
-            own = yield from self._first_of(policies)
-            if own is None:
-                return (yield from self._take_from_others(slot_bytes, now))
-            offset = yield from self._take_from_older(own, slot_bytes, now)
+            oldest = yield from self._first_of(policies)
+            if oldest is None:
+                return (yield from self._take_from_others(slot_bytes, use))
+            offset = yield from self._take_from_older(oldest, slot_bytes, use)
             if offset is not None:
                 return offset
-            if own.is_evictable:  # others may have used it since
-                self._evict(own.chunk, own)
+            if oldest.is_evictable:  # others may have used it since
+                self._evict(oldest.chunk, oldest)
             yield
 
-    def _take_from_older(self, own: Part, slot_bytes: int, now: int) -> Steps[int | None]:
-        """A slot by ways 1 to 4. ``own`` is the first of the own size."""
-        offset = yield from self._windows.empty_window(slot_bytes, own.last_used, now)
+    def _take_from_older(self, oldest: Part, slot_bytes: int, use: int) -> Steps[int | None]:
+        """A slot by ways 1 to 4, where there is an ``oldest``."""
+        offset = yield from self._windows.empty_window(slot_bytes, oldest.last_used, use)
         if offset is None:
             offset = self._slots.allocate_anywhere(slot_bytes)
         if offset is None:
-            twice_as_old = own.last_used - (now - own.last_used)
-            offset = yield from self._windows.empty_gap(slot_bytes, twice_as_old, now)
+            twice_as_old = oldest.last_used - (use - oldest.last_used)
+            offset = yield from self._windows.empty_gap(slot_bytes, twice_as_old, use)
         if offset is None:
-            offset = yield from self._windows.rebuild_around(own, slot_bytes, now)
+            offset = yield from self._windows.rebuild_around(oldest, slot_bytes, use)
         return offset
 
-    def _take_from_others(self, slot_bytes: int, now: int) -> Steps[int | None]:
-        """A slot by ways 1, 2 and 6: no part of the own size may be evicted."""
+    def _take_from_others(self, slot_bytes: int, use: int) -> Steps[int | None]:
+        """A slot where no part of the wanted size may be evicted."""
         first = yield from self._first_of(list(self._policies.values()))
-        half_time = (first.last_used + now) // 2 if first is not None else 0
-        offset = yield from self._windows.empty_window(slot_bytes, half_time, now)
+        half_time = (first.last_used + use) // 2 if first is not None else 0
+        offset = yield from self._windows.empty_window(slot_bytes, half_time, use)
         if offset is None:
             offset = self._slots.allocate_anywhere(slot_bytes)
         if offset is None:
-            offset = yield from self._windows.empty_window(slot_bytes, now, now, at_any_cost=True)
+            offset = yield from self._windows.empty_window(slot_bytes, use, use, at_any_cost=True)
         if offset is None:
-            offset = yield from self._windows.empty_gap(slot_bytes, now, now, at_any_cost=True)
+            offset = yield from self._windows.empty_gap(slot_bytes, use, use, at_any_cost=True)
         return offset
 
     # The order of parts

@@ -14,16 +14,21 @@ from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, with_descendants
 from kvdock_server.steps import Steps
 from kvdock_server.tiers.host.slots import Run, SlotAllocator
 
-# If the beginning of all prompts lies in a place, all other chunks extend those in it. So places
-# are compared by how many chunks emptying them evicts. A place that costs no more than a chunk for
-# each of its slots is taken at once. Else the cheapest of some places is taken. A place that costs
-# more than _CHUNKS_AT_ONCE chunks is taken only if there is no other.
+# Emptying a place also evicts all chunks that extend those in it. If the beginning of all prompts
+# lies there, these are all chunks. So places are compared by how many chunks leave. A place from
+# which no more chunks leave than it has slots in use is taken at once (_Contents.are_cheap).
 _PLACES_TO_CHOOSE_FROM: Final = 16
-_CHUNKS_FOR_A_SLOT: Final = 4
+"""If no place is taken at once, the cheapest of this many is."""
 _CHUNKS_AT_ONCE: Final = 20_000
+"""If more chunks would leave, a place is emptied only ``at_any_cost``, and only if there is no
+cheaper one."""
+_CHUNKS_FOR_A_SLOT: Final = 4
+"""Only for ``rebuild_around``: as many chunks may leave for each slot of the new window."""
 
 _LOOKS_A_STEP: Final = 128
+"""How many chunks are counted between two yields."""
 _MOST_KINDS: Final = 64
+"""Of how many kinds of places the ranking is kept."""
 
 
 class Evict(Protocol):
@@ -80,35 +85,36 @@ class Windows:
         self._places: dict[_Kind, list[_Place]] = {}
 
     def empty_window(
-        self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
+        self, slot_bytes: int, before: int, use: int, *, at_any_cost: bool = False
     ) -> Steps[int | None]:
         """A slot in a window of other sizes, in which all was last used before ``before``.
 
-        None if there is no such window. ``now`` is the number of the use that wants the slot.
+        None if there is no such window. ``use`` is the index's use counter (no clock), as in
+        ``Part.last_used``.
         """
         kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
-        return (yield from self._empty_one(kind, before, now, at_any_cost))
+        return (yield from self._empty_one(kind, before, use, at_any_cost))
 
     def empty_gap(
-        self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
+        self, slot_bytes: int, before: int, use: int, *, at_any_cost: bool = False
     ) -> Steps[int | None]:
         """Likewise a slot in a makeshift run: in slabs that need be no window."""
         shortest = self._slots.shortest(slot_bytes)
         if shortest == self._slots.window_slabs(slot_bytes) == 1:
             return None  # every slab is a window
         kind = _Kind(slot_bytes, shortest, are_windows=False)
-        return (yield from self._empty_one(kind, before, now, at_any_cost))
+        return (yield from self._empty_one(kind, before, use, at_any_cost))
 
-    def rebuild_around(self, own: Part, slot_bytes: int, now: int) -> Steps[int | None]:
-        """If part ``own`` lies in a makeshift run: empty the window around it; a slot there.
+    def rebuild_around(self, oldest: Part, slot_bytes: int, use: int) -> Steps[int | None]:
+        """If part ``oldest`` lies in a makeshift run: empty the window around it; a slot there.
 
-        None unless all that lies in the window is about as old as the part. Chunks of its size must
-        have been used before half of the time since the part was used, and chunks of other sizes
+        None unless all that lies in the window is about as old as the part: chunks of its size were
+        last used in the first half of the time since the part was used, chunks of other sizes
         before the part. Nor may more chunks lie in the window than it will have slots.
         """
         kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
-        makeshift = self._makeshift_run(own, slot_bytes)
-        half_time = (own.last_used + now) // 2
+        makeshift = self._makeshift_run(oldest, slot_bytes)
+        half_time = (oldest.last_used + use) // 2
         if makeshift is None or makeshift.not_before >= half_time:
             return None
         first = self._slots.window_of(makeshift.base, slot_bytes)
@@ -127,15 +133,15 @@ class Windows:
             mine.chunks + others.chunks,
             max(mine.newest, others.newest),
         )
-        if mine.newest >= half_time or others.newest >= own.last_used:
+        if mine.newest >= half_time or others.newest >= oldest.last_used:
             makeshift.not_before = contents.newest
             return None
         if len(contents.roots) > slots:
             return None
         return (yield from self._empty(kind, first, contents))
 
-    def _makeshift_run(self, own: Part, slot_bytes: int) -> Run | None:
-        for offset in own.slots:
+    def _makeshift_run(self, oldest: Part, slot_bytes: int) -> Run | None:
+        for offset in oldest.slots:
             run = self._slots.run_of(offset) if offset != NO_SLOT else None
             if run is not None and run.is_makeshift and run.slot_bytes == slot_bytes:
                 return run
@@ -144,10 +150,10 @@ class Windows:
     # Choosing
 
     def _empty_one(
-        self, kind: _Kind, before: int, now: int, at_any_cost: bool
+        self, kind: _Kind, before: int, use: int, at_any_cost: bool
     ) -> Steps[int | None]:
         while True:
-            chosen = yield from self._choose(kind, before, now, at_any_cost)
+            chosen = yield from self._choose(kind, before, use, at_any_cost)
             if chosen is None:
                 return None
             offset = yield from self._empty(kind, *chosen)
@@ -155,12 +161,12 @@ class Windows:
                 return offset
 
     def _choose(
-        self, kind: _Kind, before: int, now: int, at_any_cost: bool
+        self, kind: _Kind, before: int, use: int, at_any_cost: bool
     ) -> Steps[tuple[int, _Contents] | None]:
         """First slab and contents of a place to empty: a cheap one, or the cheapest of some.
 
         The longest unused places are looked into first. Each is ranked anew by what is found there:
-        as used ``now`` if it cannot be emptied, as used at ``before`` if that costs very much.
+        as used ``use`` if it cannot be emptied, as used at ``before`` if that costs very much.
         """
         places = self._places.get(kind)
         if places is None:
@@ -172,7 +178,7 @@ class Windows:
         try:
             while candidates < _PLACES_TO_CHOOSE_FROM and places and places[0].newest < before:
                 place = heappop(places)
-                looked_into.append(place._replace(newest=now))
+                looked_into.append(place._replace(newest=use))
                 yield
                 first = -place.minus_first
                 most = best[1].chunks if best is not None else _CHUNKS_AT_ONCE

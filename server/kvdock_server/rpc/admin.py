@@ -13,6 +13,7 @@ from kvdock.v1 import admin_pb2_grpc, session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
 from kvdock_server.core import Core, ListedPart, Session, list_parts
+from kvdock_server.errors import invalid
 from kvdock_server.rpc.conversions import namespace_to_proto
 from kvdock_server.rpc.features import features
 from kvdock_server.rpc.grpc_errors import Context, streaming, unary
@@ -120,11 +121,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     @unary
     async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:  # noqa: N802
-        return pb.ClearResponse(parts=self._core.clear(request.namespace))
+        if request.WhichOneof("scope") == "namespace":
+            return pb.ClearResponse(parts=self._core.clear(request.namespace))
+        if request.all:
+            return pb.ClearResponse(parts=self._core.clear_all())
+        raise invalid("the request does not say what to clear: set namespace, or all to true")
 
     @unary
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
-        parts, nbytes = await in_turns(self._core.evict_in_steps(request.bytes))
+        if request.WhichOneof("amount") == "bytes":
+            evicting = self._core.evict_in_steps(request.bytes)
+        elif request.all:
+            evicting = self._core.evict_all_in_steps()
+        else:
+            raise invalid("the request does not say how much to evict: set bytes, or all to true")
+        parts, nbytes = await in_turns(evicting)
         return pb.EvictResponse(parts=parts, bytes=nbytes)
 
 

@@ -15,7 +15,7 @@ from kvdock_server.core import Session
 from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import invalid
 from kvdock_server.rpc import limits, verbs
-from kvdock_server.rpc.conversions import event_data, group_idx, status_to_proto, statuses
+from kvdock_server.rpc.conversions import add_results, event_data, group_idx, status_to_proto
 from kvdock_server.rpc.grpc_errors import STALL_SECONDS, Context, stalled, streaming, unary
 from kvdock_server.service import inline
 from kvdock_server.service.chunk_status import ChunkStatus
@@ -57,6 +57,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     Abort = _verb("abort")
     Store = _verb("store")
     Retrieve = _verb("retrieve")
+    AwaitFill = _verb("await_fill")
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -82,10 +83,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             event_data(self._core, opened),
         ) as put:
             yield pb.PutResponse(
-                admission=pb.PutAdmission(
-                    epoch=self._core.epoch,
-                    statuses=statuses(put.statuses),
-                    shard_bytes=put.shard_bytes,
+                admission=add_results(
+                    pb.PutAdmission(epoch=self._core.epoch, shard_bytes=put.shard_bytes),
+                    put.statuses,
                 )
             )
             for chunk, status in enumerate(put.statuses):

@@ -1,14 +1,17 @@
-"""How many entries the lists of a request may have. This is checked before any entry is looked at.
+"""How many entries the lists of a request may have, and which values its enums.
 
-Every entry costs time, and a message of 4 MiB can hold two million of them: enough to hold up the
-event loop, and every other client, for seconds. ``MOST`` has every list of every request. A test
-compares it with the protocol.
+This is checked before any entry is looked at. Every entry costs time, and a message of 4 MiB can
+hold two million of them: enough to hold up the event loop, and every other client, for seconds.
+``MOST`` has every list of every request. A test compares it with the protocol. Enum fields are
+found in the descriptors. A request with a value that this server does not know asks for something
+unknown, and is refused.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
@@ -78,7 +81,7 @@ bytes.
 
 
 def check(message: Message) -> None:
-    """RequestError (INVALID_ARGUMENT) if a list in the message is too short or too long."""
+    """RequestError (INVALID_ARGUMENT) if a list has a wrong length, or an enum an unknown value."""
     counts: Counter[str] = Counter()
     level = [message]
     while level:
@@ -91,8 +94,10 @@ def check(message: Message) -> None:
                     _compare(field.label, counts[field.label])
                     if field.is_deep:
                         deeper.extend(value)
-                elif one.HasField(field.name):
+                elif field.is_deep and one.HasField(field.name):
                     deeper.append(value)
+                if field.known is not None:
+                    _check_known(field, value if field.is_list else [value])
         level = deeper
 
 
@@ -104,27 +109,43 @@ def _compare(label: str, count: int) -> None:
         raise invalid(f"{count} {name}: from {least} to {most}{hint}", name, most)
 
 
-class _Field(NamedTuple):
-    """A field to look at: a list, or a message with lists in it.
+def _check_known(field: _Field, values: Iterable[int]) -> None:
+    known = field.known or {}
+    for value in values:
+        if value not in known:
+            raise invalid(
+                f"{field.name} {value}: this server knows no such value, only "
+                f"{', '.join(known.values())}",
+                field.name,
+            )
 
-    ``is_deep``: the field holds messages with lists in them.
+
+class _Field(NamedTuple):
+    """A field to look at: a list, an enum, or a message with such fields in it.
+
+    ``is_deep``: the field holds messages with fields to look at. ``known``: the names of the enum's
+    values, None for a field of another kind.
     """
 
     name: str
     label: str
     is_list: bool
     is_deep: bool
+    known: dict[int, str] | None
 
 
 @functools.cache
 def _fields(descriptor: Any) -> tuple[_Field, ...]:
-    """The fields of a message that are lists or have lists in them."""
+    """The fields of a message that are to be looked at."""
     found = []
     for field in descriptor.fields:
         inner = field.message_type
         is_map = inner is not None and inner.GetOptions().map_entry
         is_deep = inner is not None and not is_map and bool(_fields(inner))
-        if field.is_repeated or is_deep:
+        known = None
+        if field.enum_type is not None:
+            known = {value.number: value.name for value in field.enum_type.values}
+        if field.is_repeated or is_deep or known:
             label = field.full_name.removeprefix(_PACKAGE)
-            found.append(_Field(field.name, label, field.is_repeated, is_deep))
+            found.append(_Field(field.name, label, field.is_repeated, is_deep, known))
     return () if descriptor.name in OPAQUE else tuple(found)

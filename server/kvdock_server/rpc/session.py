@@ -199,17 +199,19 @@ class _SessionStream:
             await self._context.write(response)
 
     async def close(self) -> None:
-        """End the copies under way. The session's slots and locks must not be freed before."""
+        """End the copies under way. Only then may the session's slots and locks be freed."""
         for task in self._tasks:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        finally:  # gRPC cancels the call when its client is gone
+        finally:  # also if gRPC cancels this call, as it does when the client is gone
             await self._service.memory.release(self._session)
 
     def _takes_time(self, kind: str | None) -> bool:
         by_server = self._session.mode is sessions.Mode.SERVER
-        return kind in ("store", "register_memory") or (kind == "retrieve" and by_server)
+        if kind in ("retrieve", "await_fill"):
+            return by_server
+        return kind in ("store", "register_memory")
 
     async def _wait_for_room(self) -> None:
         self._session.is_held_up = self._room.locked()

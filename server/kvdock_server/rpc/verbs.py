@@ -15,6 +15,9 @@ from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core, LockRange, Mode, Session, Slot, check_session
 from kvdock_server.errors import invalid
 from kvdock_server.rpc.conversions import (
+    add_results,
+    await_fill_call,
+    end_chunk,
     event_data,
     exported_memory,
     group_idx,
@@ -23,11 +26,10 @@ from kvdock_server.rpc.conversions import (
     retrieve_call,
     retrieved,
     status_to_proto,
-    statuses,
     store_call,
     wanted_mode,
 )
-from kvdock_server.service.chunk_status import OF_RESERVE
+from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.retrieve import retrieve as retrieve_chunks
 from kvdock_server.service.service import Service
 from kvdock_server.service.store import store as store_chunks
@@ -60,8 +62,8 @@ def lookup(core: Core, session: Session | None, request: pb.LookupRequest) -> pb
         hit_chunks=hit.chunks,
         lease_id=hit.lease.lease_id if hit.lease else 0,
     )
-    for group, first_chunk, end_chunk in hit.ranges:
-        response.groups.add(group_idx=group, first_chunk=first_chunk, end_chunk=end_chunk)
+    for group, first, end in hit.ranges:
+        response.groups.add(group_idx=group, first_chunk=first, end_chunk=end)
     return response
 
 
@@ -74,14 +76,16 @@ def free_locks(
             LockRange(
                 lock.lease_id,
                 lock.first_chunk,
-                lock.end_chunk,
+                end_chunk(lock),
                 lock.reader if lock.HasField("reader") else None,
                 group_idx(lock),
             )
             for lock in request.locks
         ],
     )
-    return pb.FreeLocksResponse(epoch=core.epoch, released=released)
+    return pb.FreeLocksResponse(
+        epoch=core.epoch, freed=[pb.FreedLocks(released=count) for count in released]
+    )
 
 
 def reserve(
@@ -116,11 +120,9 @@ def commit(
     sealed = yield from core.reservations.commit_in_steps(
         session, request.reservation_id, request.chunks
     )
-    return pb.CommitResponse(
-        epoch=core.epoch,
-        statuses=[
-            types.CHUNK_STATUS_STORED if stored else types.CHUNK_STATUS_FAILED for stored in sealed
-        ],
+    return add_results(
+        pb.CommitResponse(epoch=core.epoch),
+        [ChunkStatus.STORED if stored else ChunkStatus.FAILED for stored in sealed],
     )
 
 
@@ -133,6 +135,8 @@ def abort(core: Core, session: Session | None, request: pb.AbortRequest) -> Step
 async def register_memory(
     service: Service, session: Session | None, request: session_pb2.RegisterMemoryRequest
 ) -> session_pb2.RegisterMemoryResponse:
+    if not request.namespace:
+        raise invalid("namespace is empty: name the one whose groups the memory belongs to")
     wanted = wanted_mode(request)
     exports = wanted is Mode.SERVER or (wanted is None and request.allocations)
     exported = exported_memory(request) if exports else None
@@ -148,7 +152,7 @@ async def store(
     became = await store_chunks(
         service.core, service.memory, session, store_call(service.core, request)
     )
-    return pb.StoreResponse(epoch=service.core.epoch, statuses=statuses(became))
+    return add_results(pb.StoreResponse(epoch=service.core.epoch), became)
 
 
 async def retrieve(
@@ -156,6 +160,14 @@ async def retrieve(
 ) -> pb.RetrieveResponse:
     chunks = await retrieve_chunks(service.core, service.loads, session, retrieve_call(request))
     return await in_turns(retrieved(service.core, chunks))
+
+
+async def await_fill(
+    service: Service, session: Session | None, request: pb.AwaitFillRequest
+) -> pb.AwaitFillResponse:
+    session = check_session(session, Mode.SERVER)
+    became = await service.loads.await_fill(session, await_fill_call(request))
+    return add_results(pb.AwaitFillResponse(epoch=service.core.epoch), became)
 
 
 _AT_ONCE: dict[str, Callable[[Core, Session | None, Any], Any]] = {
@@ -172,6 +184,7 @@ _WAITING: dict[str, Callable[[Service, Session | None, Any], Awaitable[Any]]] = 
     "register_memory": register_memory,
     "store": store,
     "retrieve": retrieve,
+    "await_fill": await_fill,
 }
 
 

@@ -13,6 +13,26 @@ from kvdock_server.transfer import I64, GroupMemory
 EVENT_HANDLE_BYTES = 64
 
 
+def deadline(timeout_ms: int, deadline_ns: int, now: float) -> float:
+    """When a call is given up, in seconds of CLOCK_MONOTONIC like ``now``.
+
+    ``timeout_ms`` counts from now. ``deadline_ns`` is a time of CLOCK_MONOTONIC. 0 means no limit.
+    RequestError if ``deadline_ns`` cannot be of this host's clock.
+    """
+    timeout = timeout_ms / 1000 if timeout_ms else float("inf")
+    if not deadline_ns:
+        return now + timeout
+    ahead = deadline_ns / 1e9 - now
+    if ahead > timeout:
+        raise invalid(
+            f"deadline_ns {deadline_ns} is {ahead:.3f} s ahead, and timeout_ms is {timeout_ms}: it "
+            "must be of this host's CLOCK_MONOTONIC (do both processes have the same time "
+            "namespace?)",
+            "deadline_ns",
+        )
+    return now + ahead
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Which blocks to copy, what to wait for first, and when to give up.
@@ -38,18 +58,7 @@ class BlockCopy:
 
         RequestError if ``deadline_ns`` cannot be of this host's clock.
         """
-        timeout = self.timeout_ms / 1000 if self.timeout_ms else float("inf")
-        if not self.deadline_ns:
-            return now + timeout
-        ahead = self.deadline_ns / 1e9 - now
-        if ahead > timeout:
-            raise invalid(
-                f"deadline_ns {self.deadline_ns} is {ahead:.3f} s ahead, and timeout_ms is "
-                f"{self.timeout_ms}: it must be of this host's CLOCK_MONOTONIC (do both processes "
-                "have the same time namespace?)",
-                "deadline_ns",
-            )
-        return now + ahead
+        return deadline(self.timeout_ms, self.deadline_ns, now)
 
     def blocks(self, layout: GroupMemory, chunks: int) -> I64:
         """Block ids in the shape (chunks, blocks a chunk), 0 for blocks to skip.

@@ -1,7 +1,7 @@
 """Where two calls about one reader's share of a load meet: one that copies, and one that asks.
 
-The leader's Retrieve, with also_fill, copies for other readers, too. Each of those readers sends a
-Retrieve with filled_by, to hear what came of its share. Both calls name the same range, and either
+The leader's Retrieve, with also_fill, copies for other readers, too. Each of those readers sends an
+AwaitFill, to hear what came of its share. Both calls name the same range, and either
 may come first. An outcome that nobody asks for is kept for a while.
 """
 

@@ -21,7 +21,7 @@ from kvdock_server.core import (
     Session,
 )
 from kvdock_server.errors import Reason, RequestError, invalid
-from kvdock_server.service.block_copy import BlockCopy
+from kvdock_server.service.block_copy import BlockCopy, deadline
 from kvdock_server.service.chunk_status import ChunkStatus
 from kvdock_server.service.fills import Fill, Fills
 from kvdock_server.service.memory import RegisteredMemory
@@ -40,18 +40,29 @@ DEFAULT_ASK_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RetrieveCall:
-    """What a Retrieve asks for. For ``also_fill`` and ``filled_by`` see RetrieveRequest."""
+    """What a Retrieve asks for. For ``also_fill`` see RetrieveRequest."""
 
     chunks: LeaseRange
     shard: int
     reader: int
     copy: BlockCopy
     also_fill: Sequence[int] = ()
-    filled_by: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitFillCall:
+    """What an AwaitFill asks for. ``timeout_ms`` and ``deadline_ns`` are as in BlockCopy."""
+
+    chunks: LeaseRange
+    shard: int
+    reader: int
+    filled_by: int
+    timeout_ms: int = 0
+    deadline_ns: int = 0
 
 
 class DeviceLoads:
-    """Retrieve, for sessions of server mode."""
+    """Retrieve and AwaitFill, for sessions of server mode."""
 
     def __init__(self, core: Core, memory: RegisteredMemory) -> None:
         self._core = core
@@ -59,16 +70,10 @@ class DeviceLoads:
         self._fills = Fills()
 
     async def load(self, session: Session, call: RetrieveCall) -> Sequence[ChunkStatus]:
-        """Copy locked chunks to the reader's device, or wait for another reader's call to do it.
-
-        Returns the status of each chunk.
-        """
-        deadline = call.copy.deadline(self._core.clock())
-        if call.filled_by is not None:
-            await self._memory.wait_for(session, [call.filled_by], deadline)
-            return await self._ask(session, call, call.filled_by, deadline)
+        """Copy locked chunks to the reader's device; the status of each chunk."""
+        until = call.copy.deadline(self._core.clock())
         if call.also_fill:
-            await self._memory.wait_for(session, call.also_fill, deadline)
+            await self._memory.wait_for(session, call.also_fill, until)
         # At once: the locks must not be freed before ``_copy`` pins the parts.
         locked = at_once(
             self._core.locate_in_steps(session, call.chunks, shard=call.shard, reader=call.reader)
@@ -77,7 +82,7 @@ class DeviceLoads:
         failed = [ChunkStatus.FAILED] * len(locked.shards)
         outcomes: dict[int, list[ChunkStatus]] = {}
         try:
-            outcomes = await self._copy(session, call, locked, named, deadline)
+            outcomes = await self._copy(session, call, locked, named, until)
         finally:
             for reader, fill in named.items():
                 self._fills.settle(fill, outcomes.get(reader, failed))
@@ -89,7 +94,7 @@ class DeviceLoads:
         call: RetrieveCall,
         locked: LockedShards,
         named: Mapping[int, Fill],
-        deadline: float,
+        until: float,
     ) -> dict[int, list[ChunkStatus]]:
         """Copy for the caller and the readers in ``named``; each reader's status of each chunk.
 
@@ -118,7 +123,7 @@ class DeviceLoads:
                         [shard.offset for shard in shards.values()],
                         skipped,
                         call.copy.ready_event,
-                        deadline - self._core.clock(),
+                        until - self._core.clock(),
                         list(followers.values()),
                     )
                     self._core.counters.host_to_device_bytes += copied.host_to_device
@@ -136,15 +141,15 @@ class DeviceLoads:
                 outcomes[reader][index] = status
         return outcomes
 
-    async def _ask(
-        self, session: Session, call: RetrieveCall, leader: int, deadline: float
-    ) -> Sequence[ChunkStatus]:
+    async def await_fill(self, session: Session, call: AwaitFillCall) -> Sequence[ChunkStatus]:
         """Wait for the leader's call to fill this reader; the status of each chunk."""
-        chunks = call.chunks
-        _check_asked(session, call)
+        chunks, leader = call.chunks, call.filled_by
+        asked = _check_asked(session, call)
+        until = deadline(call.timeout_ms, call.deadline_ns, self._core.clock())
+        await self._memory.wait_for(session, [leader], until)
         seconds = DEFAULT_ASK_SECONDS
-        if math.isfinite(deadline):
-            seconds = deadline - self._core.clock()
+        if math.isfinite(until):
+            seconds = until - self._core.clock()
         # Raises FOREIGN_LEASE in any case. A lease that ended may have been ended by the leader.
         namespace = self._core.lease_namespace(session, chunks.lease_id)
         fill = self._fills.get(session, chunks)
@@ -172,7 +177,7 @@ class DeviceLoads:
             )
             # At once: a call that is cancelled does not come back for the rest.
             at_once(self._core.free_locks_in_steps(session, [locks]))
-        failed = [ChunkStatus.FAILED] * (chunks.end_chunk - chunks.first_chunk)
+        failed = [ChunkStatus.FAILED] * asked
         if statuses is None:
             logger.warning(
                 "reader %d of %s gave up: it was not filled within %.1f s",
@@ -251,8 +256,8 @@ class DeviceLoads:
                 )
 
 
-def _check_asked(session: Session, call: RetrieveCall) -> None:
-    """RequestError if a field of a Retrieve with filled_by is wrong."""
+def _check_asked(session: Session, call: AwaitFillCall) -> int:
+    """How many chunks are asked for; RequestError if a field of the call is wrong."""
     if (call.shard, call.reader) != (session.kv_worker_id, session.worker_id):
         raise invalid(
             f"shard {call.shard} and reader {call.reader}: this session may ask for "
@@ -260,23 +265,19 @@ def _check_asked(session: Session, call: RetrieveCall) -> None:
         )
     if call.filled_by == call.reader:
         raise invalid(f"filled_by {call.filled_by}: that is the reader itself", "filled_by")
-    if call.copy.names_blocks or call.also_fill:
-        raise invalid(
-            "filled_by with block_ids, skip_blocks, ready_event or also_fill: those are for the "
-            "reader that fills this one"
-        )
-    first, end = call.chunks.first_chunk, call.chunks.end_chunk
+    first, end = call.chunks.first_chunk, call.chunks.end_chunk or 0
     if not 1 <= end - first <= MAX_KEYS:
         raise invalid(
-            f"chunks {first} to {end}: from 1 to {MAX_KEYS}; filled_by needs an end_chunk",
+            f"chunks {first} to {end}: from 1 to {MAX_KEYS}, those of the other reader's Retrieve",
             "end_chunk",
             first + MAX_KEYS,
         )
+    return end - first
 
 
-def _by_itself(call: RetrieveCall, why: str) -> RequestError:
+def _by_itself(call: AwaitFillCall, why: str) -> RequestError:
     return RequestError(
         Reason.DEVICE_MEMORY,
-        f"reader {call.filled_by}, which is to fill reader {call.reader}, {why}: retrieve "
-        "without filled_by",
+        f"reader {call.filled_by}, which is to fill reader {call.reader}, {why}: send a Retrieve "
+        "for this reader alone",
     )

@@ -29,7 +29,7 @@ async def retrieve(
 
 def locate(core: Core, session: Session | None, call: RetrieveCall) -> Steps[list[RetrievedChunk]]:
     """Where chunks lie, for a client that copies by itself."""
-    if call.copy.names_blocks or call.also_fill or call.filled_by is not None:
+    if call.copy.names_blocks or call.also_fill:
         # The client expects a copy, perhaps since its session was of server mode a moment ago.
         check_session(session, Mode.SERVER)  # raises
     locked = yield from core.locate_in_steps(

@@ -71,7 +71,10 @@ class GpuTransfers:
         self._devices: dict[int, Device] = {}  # by ordinal
 
     def faulted(self, offset: int, nbytes: int) -> None:
-        """A range of the pool can be pinned. Each byte is reported once. Any thread."""
+        """A range of the pool has its memory, so it can be pinned from now on.
+
+        Each byte is reported once. Called on any thread.
+        """
         self._pool.faulted(offset, nbytes)
 
     async def register(
@@ -226,7 +229,7 @@ class Registration:
     ) -> CopiedBytes:
         """Copy chunks from the pool to the device, without ``skip_blocks`` blocks of the first.
 
-        As ``store``, the other way. After an error some of the blocks may be overwritten.
+        The arguments are those of ``store``. After an error some of the blocks may be overwritten.
 
         ``followers`` get the same bytes at the same block ids: from this device if it has a path to
         theirs, else from the pool. Each follower tells in ``failure`` whether it has all bytes. A

@@ -24,8 +24,8 @@ from several_devices import Setting
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even little is pinned, and passed on, in many pieces."""
     monkeypatch.setattr(pinning, "SECTION_BYTES", 4096)
-    monkeypatch.setattr(transfer, "WINDOW_BYTES", 6000)
-    monkeypatch.setattr(transfer, "LAST_WINDOW_BYTES", 2000)
+    monkeypatch.setattr(transfer, "PORTION_BYTES", 6000)
+    monkeypatch.setattr(transfer, "LAST_PORTION_BYTES", 2000)
 
 
 @pytest.fixture

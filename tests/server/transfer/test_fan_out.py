@@ -349,18 +349,18 @@ async def test_nothing_to_copy_is_no_error(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 31, 32, 33, 64, 100, 1024, 5000])
-def test_windows_are_bounded_and_grow_shorter_towards_the_end(
+def test_portions_are_bounded_and_grow_shorter_towards_the_end(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "WINDOW_BYTES", 128 * 7)
-    monkeypatch.setattr(transfer, "LAST_WINDOW_BYTES", 32 * 7)
-    windows = list(transfer._windows(count, 7))
-    assert [block for window in windows for block in range(count)[window]] == list(range(count))
-    sizes = [window.stop - window.start for window in windows]
+    monkeypatch.setattr(transfer, "PORTION_BYTES", 128 * 7)
+    monkeypatch.setattr(transfer, "LAST_PORTION_BYTES", 32 * 7)
+    portions = list(transfer._portions(count, 7))
+    assert [block for portion in portions for block in range(count)[portion]] == list(range(count))
+    sizes = [portion.stop - portion.start for portion in portions]
     assert max(sizes) <= 128
     assert sizes == sorted(sizes, reverse=True)
     assert min(count, 32) <= sizes[-1] < 64
-    assert windows[-1].stop == count
+    assert portions[-1].stop == count
     assert len(sizes) <= -(-count // 128) + 3
 
 

@@ -179,7 +179,7 @@ def check_plan(
             patch.setattr(planning, "STAGED_PIECE_BYTES", 4096)
             for module in (planning, regions):
                 patch.setattr(module, "MAX_OPERATION_BYTES", 150)
-            patch.setattr(planning, "_WINDOW_OPERATIONS", 7)
+            patch.setattr(planning, "_BATCH_OPERATIONS", 7)
             model = COST_MODEL._replace(stage_us=0.0)
             patch.setattr(planning, "COST_MODEL", model)
         step = piece_bytes or 1 << 40

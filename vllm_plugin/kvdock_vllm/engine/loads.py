@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from kvdock_vllm.engine.groups import NULL_BLOCK, GroupShape
 from kvdock_vllm.engine.link import Live
-from kvdock_vllm.engine.lookup import Lookup
 from kvdock_vllm.engine.records import Record
+from kvdock_vllm.engine.request_lookup import Lookup
 from kvdock_vllm.engine.specs import GroupLoad, LoadSpec, Target
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvdock.keys import Extra, KeyChain, LoRA
-from kvdock_vllm.engine.lookup import Lookup, State
+from kvdock_vllm.engine.request_lookup import Lookup, State
 
 
 class Request(Protocol):

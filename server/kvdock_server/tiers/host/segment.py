@@ -145,7 +145,7 @@ class Segment:
             self._map[page] = 0
 
 
-def reclaim_stale_segments() -> list[str]:
+def remove_stale_segments() -> list[str]:
     """Remove this user's segments whose server is gone. Returns their names.
 
     Files of other users are left alone, whatever their names.

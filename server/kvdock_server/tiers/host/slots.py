@@ -5,9 +5,10 @@ size only. When its last slot is given back, its slabs can serve slots of any si
 fragment, and memory moves between sizes in whole slabs. Slots are handed out in ascending order
 where possible, so that chunks that are stored together lie together.
 
-For each size of slots the pool divides into windows: as many slabs in a row as lose little at their
-end. A run takes a window if one is free. Then the memory that a size gets does not depend on what
-was there before. Otherwise the run is makeshift, in whatever slabs are free.
+For each size of slots the pool is divided into windows. A window is a few slabs in a row, just so
+many that little memory is left over behind their last slot. A run takes a window if one is free.
+Then a size gets as much memory as in a fresh pool, whatever was there before. Otherwise the run is
+makeshift: it takes whatever slabs are free.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ PAGE_BYTES = 4096
 _EXTRA_SLABS = 7
 """A run may have this many slabs more than one slot needs, to lose less at its end."""
 _HARDLY_MORE = 1 / 128
-"""A longer run is worth it only if the pool then has this share more slots: fewer slabs in a row
-are found more easily."""
+"""Windows are made as short as costs the pool at most this share of its slots: a few slabs in a row
+are found more easily than many."""
 
 
 class Run:
     """Slabs in a row, from slab ``first`` on, with slots of one size.
 
     ``base`` is the offset of the first slot, and ``free`` has the offsets of the free slots.
-    ``not_before`` is for index/windows.py: a makeshift run that was last used before this use was
-    looked into in vain.
+    ``not_before`` is set by ``rebuild_around`` (index/windows.py) when it has looked at a makeshift
+    run in vain, to the number of a use (``Part.last_used``). It looks at the run again only when
+    that use, too, counts as long ago.
     """
 
     def __init__(

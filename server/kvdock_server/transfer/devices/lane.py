@@ -36,14 +36,17 @@ from kvdock_server.transfer.plans.pieces import (
 logger = logging.getLogger(__name__)
 
 _LEAST_UNDER_WAY = 2
+"""So many pieces are under way however large they are: one is copied, the next one waits."""
 _MOST_UNDER_WAY = 6
+"""No more pieces are under way than this, however small they are."""
 _FULL_BYTES = 160 << 20
-"""Two pieces are under way, and more as long as all together have fewer bytes than this. The thread
-may be late, since it shares the interpreter with the event loop. Forwarded blocks do not count
-here, since they do not use the link to the host."""
+"""Between the two, another piece is started while those under way have fewer bytes than this. They
+keep the link busy when the thread is late, since it shares the interpreter with the event loop.
+Forwarded blocks do not count, since they do not use the link to the host."""
 _FIRST_POLL_SECONDS = 50e-6
+"""The first pause between two looks for a ready job. Each further pause is twice as long."""
 _LAST_POLL_SECONDS = 500e-6
-"""Pauses between two looks for a ready job. They grow from the first to the last."""
+"""The longest pause between two looks."""
 
 
 class TransferFailedError(Exception):
@@ -91,8 +94,8 @@ class Streams(Protocol):
 class Job:
     """One transfer in a lane. ``settled`` gets the error that ended the transfer, if any.
 
-    No piece is started after ``deadline`` (time.monotonic), even if this process was stopped
-    meanwhile: the blocks may belong to others by then.
+    No piece is started after ``deadline`` (time.monotonic), even if this process was suspended
+    (SIGSTOP) meanwhile: the blocks may belong to others by then.
     """
 
     transfer: Transfer

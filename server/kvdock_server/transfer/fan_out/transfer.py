@@ -1,7 +1,7 @@
 """The transfer of a load that goes on to other devices.
 
 Such a load comes from host memory once, to the leader's device. From there the blocks are forwarded
-to the other devices in windows. While one window is forwarded, the next comes from the host.
+to the other devices in portions. While one portion is forwarded, the next comes from the host.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvdock_server.transfer.fan_out.peer_path import PeerBranch
 from kvdock_server.transfer.plans.arrays import I64, U64
 from kvdock_server.transfer.plans.pieces import ForwardedBlocks, Piece
 
-WINDOW_BYTES = 128 << 20
-"""To queue copies between devices takes the lane's thread 0.12 to 0.25 ms for every window and
-receiver, however few copies there are. With windows of 32 MiB and three receivers this took all of
+PORTION_BYTES = 128 << 20
+"""To queue copies between devices takes the lane's thread 0.12 to 0.25 ms for every portion and
+receiver, however few copies there are. With portions of 32 MiB and three receivers this took all of
 the thread's time, and the link waited for the thread. With 16 MiB loads took twice as long."""
-LAST_WINDOW_BYTES = 32 << 20
-"""Windows grow shorter towards the end of a load, since forwarding the last window adds to the time
-of the load: 0.25 to 0.5 ms for three receivers at 376 GB/s, beside 19.7 ms for 1 GiB from the host.
-"""
+LAST_PORTION_BYTES = 32 << 20
+"""Portions grow shorter towards the end of a load, since forwarding the last portion adds to the
+time of the load: 0.25 to 0.5 ms for three receivers at 376 GB/s, beside 19.7 ms for 1 GiB from the
+host."""
 
 
 class FanOutTransfer(BlockTransfer):
@@ -60,12 +60,12 @@ class FanOutTransfer(BlockTransfer):
         first, second, third, fourth = self._events
         events = cycle([(first, second), (third, fourth)])
         waiting: ForwardedBlocks | None = None
-        for window in _windows(len(self._ids), self._block_bytes):
-            ids = self._ids[window]
-            yield from self._copies(ids, self._hosts[window], stage=stage)
+        for portion in _portions(len(self._ids), self._block_bytes):
+            ids = self._ids[portion]
+            yield from self._copies(ids, self._hosts[portion], stage=stage)
             after = next(events)
             self._streams.mark(*after)
-            # A window is forwarded after the next window's copies are queued, so that the link is
+            # A portion is forwarded after the next portion's copies are queued, so that the link is
             # never idle.
             if waiting is not None:
                 yield waiting
@@ -91,13 +91,13 @@ class FanOutTransfer(BlockTransfer):
         super().finish()
 
 
-def _windows(count: int, block_bytes: int) -> Iterator[slice]:
-    """Slices of ``count`` blocks: each half of what is left, within the bounds of a window."""
-    most, least = (max(1, nbytes // block_bytes) for nbytes in (WINDOW_BYTES, LAST_WINDOW_BYTES))
+def _portions(count: int, block_bytes: int) -> Iterator[slice]:
+    """Slices of ``count`` blocks: each half of what is left, within the bounds of a portion."""
+    most, least = (max(1, nbytes // block_bytes) for nbytes in (PORTION_BYTES, LAST_PORTION_BYTES))
     start = 0
     while start < count:
         end = start + min(most, max(least, (count - start) // 2))
-        # A rest shorter than the least window joins this one.
+        # A rest shorter than the least portion joins this one.
         end = end if count - end >= least else count
         yield slice(start, end)
         start = end

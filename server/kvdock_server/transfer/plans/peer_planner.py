@@ -113,13 +113,13 @@ class PeerPlanner:
         ).take(~dense)
 
     def _by_blocks(self, ids: I64) -> tuple[Segments, Rectangles]:
-        """For each block a rectangle for each strided group, and segments for the other pairs."""
+        """For each block: a rectangle for each set of strided regions, segments for other pairs."""
         pairs, count = self.pairs, len(ids)
         block = ids.astype(np.uint64)[:, None]
         source = pairs.source + block * pairs.source_stride
         target = pairs.target + block * pairs.target_stride
-        groups = np.array(self._grouping.strided, dtype=np.uint64).reshape(-1, 4)
-        first = groups[:, 0].astype(np.intp)
+        sets = np.array(self._grouping.strided, dtype=np.uint64).reshape(-1, 4)
+        first = sets[:, 0].astype(np.intp)
         single = self._grouping.singles
         return Segments(
             source[:, single].ravel(),
@@ -129,5 +129,5 @@ class PeerPlanner:
             source[:, first].ravel(),
             target[:, first].ravel(),
             np.tile(pairs.nbytes[first], count),
-            *(np.tile(column, count) for column in groups.T[1:]),
+            *(np.tile(column, count) for column in sets.T[1:]),
         )

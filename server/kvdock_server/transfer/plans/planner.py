@@ -7,8 +7,10 @@ It asks for a kernel only where copy engines would leave too much of the link id
 
 * Segments: contiguous on both sides, many in one call of the driver. Regions that follow one
   another are one segment (block-major caches), as are consecutive blocks of a cache without gaps.
-* Rectangles: rows at one pitch on both sides. Either the rows are the layers of one block, if the
-  layers lie at one pitch in one allocation. Or the rows are consecutive blocks of one layer.
+* Rectangles: rows of equal length, at one pitch on either side. The pitch is the distance in bytes
+  from the beginning of a row to the beginning of the next row. Either the rows are the layers of
+  one block, if the layers lie at one pitch in one allocation. Or they are consecutive blocks of one
+  layer.
 * Scattered blocks: a kernel moves them between the cache and a staging buffer, and one large copy
   goes between the buffer and host memory.
 
@@ -40,7 +42,7 @@ from kvdock_server.transfer.plans.pieces import (
 )
 from kvdock_server.transfer.plans.regions import cheapest_grouping, merged
 
-_WINDOW_OPERATIONS = 1 << 12
+_BATCH_OPERATIONS = 1 << 12
 """Copies that are planned at a time."""
 
 
@@ -144,36 +146,36 @@ class Planner:
         )
         lengths = np.minimum(np.repeat(lengths, cuts) - cut * most, most)
         count = len(regions.device)
-        for window in _windows(len(first), count):
-            ids = first[window].astype(np.uint64)[:, None]
+        for batch in _batches(len(first), count):
+            ids = first[batch].astype(np.uint64)[:, None]
             rows = len(ids)
             yield from self._rectangle_pieces(
                 Rectangles(
                     (regions.device + ids * regions.stride).ravel(),
-                    (hosts[window][:, None] + regions.host_offset).ravel(),
+                    (hosts[batch][:, None] + regions.host_offset).ravel(),
                     np.tile(regions.nbytes, rows),
-                    np.repeat(lengths[window].astype(np.uint64), count),
+                    np.repeat(lengths[batch].astype(np.uint64), count),
                     np.tile(np.maximum(regions.stride, regions.nbytes), rows),
                     np.full(rows * count, self.block_bytes, dtype=np.uint64),
                 )
             )
 
     def _block_pieces(self, ids: I64, hosts: U64) -> Iterator[CopyPiece]:
-        """For each block a rectangle for each strided group, and segments for the other regions."""
+        """For each block: a rectangle for each set of strided regions, segments for the others."""
         regions, (strided, single, _) = self.regions, self._grouping
-        for window in _windows(len(ids), len(strided) + len(single)):
-            block = ids[window].astype(np.uint64)[:, None]
-            host = hosts[window][:, None]
+        for batch in _batches(len(ids), len(strided) + len(single)):
+            block = ids[batch].astype(np.uint64)[:, None]
+            host = hosts[batch][:, None]
             count = len(block)
             if strided:
-                groups = np.array(strided, dtype=np.uint64)
-                first = groups[:, 0].astype(np.intp)
+                sets = np.array(strided, dtype=np.uint64)
+                first = sets[:, 0].astype(np.intp)
                 yield from self._rectangle_pieces(
                     Rectangles(
                         (regions.device[first] + block * regions.stride[first]).ravel(),
                         (host + regions.host_offset[first]).ravel(),
                         np.tile(regions.nbytes[first], count),
-                        *(np.tile(column, count) for column in groups.T[1:]),
+                        *(np.tile(column, count) for column in sets.T[1:]),
                     )
                 )
             if len(single):
@@ -281,11 +283,11 @@ def _cut(nbytes: U64, cost_us: float | npt.NDArray[np.float64]) -> Iterator[slic
             start = end
 
 
-def _windows(count: int, operations: int) -> Iterator[slice]:
+def _batches(count: int, operations: int) -> Iterator[slice]:
     """Slices of ``count`` items, each small enough to be planned in a short time.
 
     An item takes ``operations`` copies.
     """
-    step = max(1, _WINDOW_OPERATIONS // max(1, operations))
+    step = max(1, _BATCH_OPERATIONS // max(1, operations))
     for start in range(0, count, step):
         yield slice(start, start + step)

@@ -14,8 +14,8 @@ from kvdock_server.transfer.plans.group_memory import GroupMemory
 from kvdock_server.transfer.plans.pieces import MAX_OPERATION_BYTES
 
 _STEPS = (1, 2)
-"""A strided group has every region from its first on, or every second one: the distance between K
-and V of a layer may differ from the distance between layers."""
+"""A set of strided regions has every region from its first on, or every second one: the distance
+between K and V of a layer may differ from the distance between layers."""
 
 
 class MergedRegions(NamedTuple):
@@ -33,7 +33,7 @@ class MergedRegions(NamedTuple):
     host_offset: U64
 
 
-class StridedGroup(NamedTuple):
+class StridedRegions(NamedTuple):
     """``rows`` regions from index ``first`` on: for each block the rows of one rectangle.
 
     They lie at one pitch, in bytes, on either side.
@@ -46,12 +46,12 @@ class StridedGroup(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """How the regions of a block are copied: in strided groups, the others as segments.
+    """How the regions of a block are copied: in sets of strided regions, the others as segments.
 
     ``singles`` are the indices of the others. ``block_us`` is the cost of one block's copies.
     """
 
-    strided: list[StridedGroup]
+    strided: list[StridedRegions]
     singles: npt.NDArray[np.intp]
     block_us: float
 
@@ -86,7 +86,7 @@ def cheapest_grouping(regions: MergedRegions, costs_us: npt.NDArray[np.float64])
     """
     groupings = []
     for step in _STEPS:
-        strided: list[StridedGroup] = []
+        strided: list[StridedRegions] = []
         singles: list[int] = []
         for first in range(min(step, len(regions.device))):
             _group_by_pitch(regions, costs_us, first, step, strided, singles)
@@ -101,7 +101,7 @@ def _group_by_pitch(
     costs_us: npt.NDArray[np.float64],
     first: int,
     step: int,
-    strided: list[StridedGroup],
+    strided: list[StridedRegions],
     singles: list[int],
 ) -> None:
     """Add each of the regions ``first``, ``first + step``, ... to ``strided`` or ``singles``."""
@@ -133,7 +133,7 @@ def _group_by_pitch(
                 rows += 1
                 row += step
         if rows * costs_us[at] > COST_MODEL.rectangle_us:
-            strided.append(StridedGroup(at, rows, device_pitch, host_pitch))
+            strided.append(StridedRegions(at, rows, device_pitch, host_pitch))
             at += rows * step
         else:
             singles.append(at)

@@ -42,32 +42,34 @@ class ServerChunkTransfers(ChunkTransfers):
         if request.stop():
             raise CopyStoppedError
         group = request.group
-        message = cache_pb2.RetrieveRequest(
-            lease_id=group.lease_id,
-            group_idx=group.group_idx,
-            first_chunk=group.first_chunk,
-            end_chunk=group.end_chunk,
-            kv_worker_id=self._strategy.kv_worker_id,
-            reader=self._strategy.worker_id,
-            timeout_ms=round(_LOAD_SECONDS * 1000),
-            deadline_ns=_deadline_ns(_LOAD_SECONDS),
-        )
+        wanted: dict[str, Any] = {
+            "lease_id": group.lease_id,
+            "group_idx": group.group_idx,
+            "first_chunk": group.first_chunk,
+            "end_chunk": group.end_chunk,
+            "kv_worker_id": self._strategy.kv_worker_id,
+            "reader": self._strategy.worker_id,
+            "timeout_ms": round(_LOAD_SECONDS * 1000),
+            "deadline_ns": _deadline_ns(_LOAD_SECONDS),
+        }
         if self._strategy.filled_by is not None:
-            asking = cache_pb2.RetrieveRequest(filled_by=self._strategy.filled_by)
-            asking.MergeFrom(message)
+            asking = cache_pb2.AwaitFillRequest(filled_by=self._strategy.filled_by, **wanted)
             try:
-                return self._retrieve(request.session, asking)
+                return self._ask(request.session, asking)
             except DeviceMemory as refused:
                 # The other worker is in another mode, or its memory is not registered yet.
                 _log.debug("this worker loads by itself: %s", refused.message)
         # This worker's event stands for the others too. In every layer their attention comes before
         # an all-reduce that this worker's queued kernels wait for. So blocks that this worker no
         # longer uses are no longer used by the others either.
-        message.ready_event = request.ready.event
-        message.block_ids.extend(group.block_ids)
-        message.skip_blocks = group.skip_blocks
-        message.also_fill.extend(self._strategy.fills)
-        return self._retrieve(request.session, message)
+        message = cache_pb2.RetrieveRequest(
+            block_ids=group.block_ids,
+            skip_blocks=group.skip_blocks,
+            ready_event=request.ready.event,
+            also_fill=self._strategy.fills,
+            **wanted,
+        )
+        return self._ask(request.session, message)
 
     def store(self, request: CopyRequest[GroupStore]) -> list[ChunkStatus]:
         if request.stop():
@@ -91,16 +93,20 @@ class ServerChunkTransfers(ChunkTransfers):
             while _is_lost(future) and time.monotonic_ns() < message.deadline_ns:
                 time.sleep(_POLL_SECONDS)
         response = answer(future, "a Store past its deadline", _PIECE_SECONDS)
-        return [ChunkStatus(status) for status in response.statuses]
+        return [ChunkStatus(chunk.status) for chunk in response.chunks]
 
-    def _retrieve(self, session: Session, message: cache_pb2.RetrieveRequest) -> list[bool]:
+    def _ask(
+        self, session: Session, message: cache_pb2.RetrieveRequest | cache_pb2.AwaitFillRequest
+    ) -> list[bool]:
+        """Sends a Retrieve or an AwaitFill. Tells for each chunk whether its blocks are filled."""
         future = session.submit(message)
         is_over = self._fence.passed(session, future)
         seconds = _LOAD_SECONDS + _PIECE_SECONDS
         try:
             response = future.result(seconds)
         except TimeoutError:
-            why = f"the server did not answer Retrieve within {seconds:g} s"
+            call = type(message).__name__.removesuffix("Request")
+            why = f"the server did not answer {call} within {seconds:g} s"
             raise UnansweredError(why, is_over) from None
         except SessionLost as lost:
             raise UnansweredError(lost.message, is_over) from lost

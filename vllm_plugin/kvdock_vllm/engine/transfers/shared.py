@@ -173,9 +173,9 @@ class SharedTransfers(Transfers):
             for at in range(0, len(locks), _MOST_LOCK_RANGES)
         ]
         released = [
-            count
+            freed.released
             for future in futures
-            for count in answer(future, "FreeLocks", _LOAD_RPC_SECONDS).released
+            for freed in answer(future, "FreeLocks", _LOAD_RPC_SECONDS).freed
         ]
         return [count == width for count in released for _ in range(width)]
 

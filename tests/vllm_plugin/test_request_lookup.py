@@ -9,7 +9,7 @@ from typing import Any
 
 from kvdock import Client
 from kvdock_vllm.engine.link import Live
-from kvdock_vllm.engine.lookup import Lookup, State
+from kvdock_vllm.engine.request_lookup import Lookup, State
 from kvdock_vllm.engine.specs import Target
 
 

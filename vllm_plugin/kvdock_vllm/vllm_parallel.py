@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvdock_vllm.engine.parallel import ParallelStrategy
-from kvdock_vllm.groups import group_specs
+from kvdock_vllm.vllm_groups import group_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
