@@ -61,8 +61,8 @@ def test_free_locks_reports_nothing_the_second_time(wire: Wire) -> None:
     wire.put([key(1)], [bytes(SHARD)])
     lock = cache_pb2.LockRange(lease_id=wire.lookup([key(1)]).lease_id)
     request = cache_pb2.FreeLocksRequest(locks=[lock])
-    answers = [wire.cache.FreeLocks(request, timeout=DEADLINE).released for _ in range(2)]
-    assert answers == [[1], [0]]
+    answers = [wire.cache.FreeLocks(request, timeout=DEADLINE) for _ in range(2)]
+    assert [[one.released for one in answer.freed] for answer in answers] == [[1], [0]]
 
 
 def test_what_a_lost_reserve_has_returns_with_the_session(wire: Wire) -> None:
@@ -152,7 +152,7 @@ async def test_store(engine: Engine) -> None:
         namespace="model", keys=KEYS, block_ids=range(len(KEYS) * PER_CHUNK)
     )
     answer = await verbs.store(engine.service, engine.workers[0].session, again)
-    assert answer.statuses == [types.CHUNK_STATUS_EXISTS] * len(KEYS)
+    assert [chunk.status for chunk in answer.chunks] == [types.CHUNK_STATUS_EXISTS] * len(KEYS)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def _check_known(field: _Field, values: Iterable[int]) -> None:
         if value not in known:
             raise invalid(
                 f"{field.name} {value}: this server knows no such value, only "
-                f"{', '.join(known.values())}"
+                f"{', '.join(known.values())}",
+                field.name,
             )
 
 

@@ -268,7 +268,7 @@ def _check_asked(session: Session, call: AwaitFillCall) -> int:
     first, end = call.chunks.first_chunk, call.chunks.end_chunk or 0
     if not 1 <= end - first <= MAX_KEYS:
         raise invalid(
-            f"chunks [{first}, {end}): from 1 to {MAX_KEYS}, those of the other reader's Retrieve",
+            f"chunks {first} to {end}: from 1 to {MAX_KEYS}, those of the other reader's Retrieve",
             "end_chunk",
             first + MAX_KEYS,
         )
