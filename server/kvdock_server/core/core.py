@@ -313,6 +313,12 @@ class Core:
             )
         if parent_key == _ROOT:
             parent_key = b""
+        if _ROOT in keys:
+            raise invalid(
+                f"key {list(keys).index(_ROOT)} is 32 zero bytes: nothing could follow a chunk of "
+                "this key, which as a parent says that a prompt begins",
+                "keys",
+            )
         space = self.index.space(namespace)
         if session is not None and session.role is Role.WORKER and shard != session.kv_worker_id:
             raise invalid(
@@ -466,12 +472,6 @@ def _check_keys(keys: Sequence[bytes]) -> None:
             "recipe)",
             "keys",
             KEY_BYTES,
-        )
-    if _ROOT in keys:
-        raise invalid(
-            f"key {list(keys).index(_ROOT)} is 32 zero bytes: no chunk has this key, which stands "
-            "for the parent of a prompt's first chunk",
-            "keys",
         )
 
 
