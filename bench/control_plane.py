@@ -355,7 +355,7 @@ def index_row(effort: Effort) -> Row:
     # Prompts of 1,024 chunks, and all their keys new: each chunk has a key of its own in the index.
     for first in range(0, effort.index_chunks, 1024):
         count = min(1024, effort.index_chunks - first)
-        fill(core, [(first + i).to_bytes(32, "little") for i in range(count)])
+        fill(core, [(first + i + 1).to_bytes(32, "little") for i in range(count)])
     a_chunk = (resident_bytes() - before) / effort.index_chunks
     if core.index.spaces[0].visible_parts != effort.index_chunks:
         raise RuntimeError("not all chunks are in the index")

@@ -200,7 +200,7 @@ class Writer:
 
     def store(self, chunks: int) -> float:
         """Store ``chunks`` new chunks; when commit was called."""
-        keys = [(self._count + index).to_bytes(32, "little") for index in range(chunks)]
+        keys = [(self._count + index + 1).to_bytes(32, "little") for index in range(chunks)]
         self._count += chunks
         told = [ChunkEventData((key,) * 16, key, key * 32, 16) for key in keys]
         reservation = self._session.reserve(NAMESPACE.name, keys, event_data=told)

@@ -169,7 +169,7 @@ class Turns:
         return answer
 
     def _known_key(self, number: int) -> bytes:
-        return number.to_bytes(32, "little")
+        return (number + 1).to_bytes(32, "little")
 
     def _new_keys(self, count: int) -> list[bytes]:
         first = self._next_key

@@ -32,7 +32,7 @@ from kvdock.v1 import cache_pb2
 
 CHUNKS = 128
 NAMESPACE = Namespace("bench", 256, 1, (Group(shard_bytes=(4096,)),))
-KEYS = [index.to_bytes(4, "big") * 8 for index in range(CHUNKS)]
+KEYS = [index.to_bytes(4, "big") * 8 for index in range(1, CHUNKS + 1)]
 
 CLIENTS = 2
 PATIENCE_SECONDS = 0.1

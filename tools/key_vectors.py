@@ -108,6 +108,8 @@ def cases() -> list[Case]:
         case("embeddings, one run", [0] * 8, 4, embeds(b"rows 0 to 7", 0, 8)),
         case("embeddings, cut where chunks end", [0] * 8, 4,
              embeds(b"rows 0 to 3", 0, 4), embeds(b"rows 4 to 7", 4, 4)),
+        case("records sorted by unsigned bytes", prompt, 4,
+             item("cat", 0, 128), item("cat", 0, 127)),
         case("everything at once", prompt + prompt, 4,
              embeds(b"rows", 9, 3), item("dog", 6, 5), item("cat", 1, 4),
              salt("Y"), lora("X", "Z")),

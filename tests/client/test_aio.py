@@ -253,7 +253,7 @@ async def test_an_answer_that_comes_as_its_caller_is_cancelled_is_undone(
 async def test_a_reader_of_the_listing_may_take_its_time(client: kvdock.aio.Client) -> None:
     tiny = kvdock.Namespace("tiny", 1, 1, (kvdock.Group((1,)),))
     await client.register_namespace(tiny)
-    keys = [number.to_bytes(32) for number in range(12_000)]
+    keys = [number.to_bytes(32) for number in range(1, 12_001)]
     await client.put("tiny", keys, [b"."] * len(keys))
 
     count = 0
@@ -312,7 +312,7 @@ async def main():
         except kvdock.errors.DeadlineExceeded:
             print("gave up")
 SHARDS = [bytes({namespace.groups[0].shard_bytes[0]})] * 30
-KEYS = [bytes([number]) * 32 for number in range(30)]
+KEYS = [bytes([number + 1]) * 32 for number in range(30)]
 asyncio.run(main())
 print("ended")
 """

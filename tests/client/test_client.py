@@ -264,7 +264,7 @@ def test_what_progress_raises_comes_to_the_caller(client: kvdock.Client, prompt:
 def test_a_reader_of_the_listing_may_take_its_time(client: kvdock.Client) -> None:
     tiny = kvdock.Namespace("tiny", 1, 1, (kvdock.Group((1,)),))
     client.register_namespace(tiny)
-    keys = [number.to_bytes(32) for number in range(12_000)]
+    keys = [number.to_bytes(32) for number in range(1, 12_001)]
     client.put("tiny", keys, [b"."] * len(keys))
 
     parts = client.chunks("tiny", timeout=0.2)
@@ -318,7 +318,7 @@ def test_closing_waits_for_no_server_that_takes_nothing(
     def stop(nbytes: int) -> None:
         os.kill(server.process.pid, signal.SIGSTOP)
 
-    keys = [number.to_bytes(32) for number in range(30)]
+    keys = [number.to_bytes(32) for number in range(1, 31)]
     shards = [bytes(namespace.groups[0].shard_bytes[0])] * len(keys)
     try:
         with pytest.raises(errors.DeadlineExceeded):

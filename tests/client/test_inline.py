@@ -7,7 +7,7 @@ from kvdock.errors import InvalidArgument, WrongLength
 from kvdock.types import ChunkStatus
 from kvdock.v1 import cache_pb2, types_pb2
 
-KEYS = [bytes([n]) * 32 for n in range(3)]
+KEYS = [bytes([n + 1]) * 32 for n in range(3)]
 SIZE = MESSAGE_BYTES * 2 + 5
 SHARDS = [bytes([n]) * SIZE for n in range(3)]
 

@@ -379,6 +379,16 @@ def test_bad_arguments_are_named(make: Callable[[], object], message: str) -> No
         make()
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [LoRA("a\ud800"), LoRA("a", "\udfff"), CacheSalt("\ud800"), MultiModalItem("\ud800", 0, 1)],
+)
+def test_texts_without_utf8_are_refused(extra: Extra) -> None:
+    """A replacement character would give two different names one key."""
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        chunk_keys([1, 2], chunk_tokens=2, extras=[extra])
+
+
 def test_an_empty_parent_is_the_root() -> None:
     assert chunk_keys([1, 2], 2, parent=b"", extras=[LoRA("a")]) == chunk_keys(
         [1, 2], 2, extras=[LoRA("a")]

@@ -143,7 +143,7 @@ def run(server: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_place_that_is_gone(server_with_log: Any, client: Client) -> None:
     start = next(client.events()).cursor
     put(client, *KEYS)
-    put(client, bytes(32))
+    put(client, (2_000).to_bytes(32))
     ended = run(server_with_log, "--from", str(start))
     assert ended.returncode == 1
     assert "--from snapshot" in ended.stderr

@@ -19,7 +19,7 @@ FEW, MANY = 40, 4_000
 
 
 def key(number: int) -> bytes:
-    return number.to_bytes(32, "little")
+    return (number + 1).to_bytes(32, "little")
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from host_driver import Bytes, HostDriver, uuid
 PAGE, BLOCKS, PER_CHUNK = 64, 32, 2
 CHUNK = PAGE * PER_CHUNK
 READERS = 3
-KEYS = [bytes([n]) * 32 for n in range(4)]
+KEYS = [bytes([n + 1]) * 32 for n in range(4)]
 TARGET = [9, 30, 4, 5, 20, 21, 11, 12]
 
 

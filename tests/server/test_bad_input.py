@@ -66,6 +66,22 @@ def test_wrong_key_length(wire: Wire, length: int) -> None:
         assert "parent_key" in caught.message
 
 
+def test_nothing_is_stored_under_the_key_of_32_zero_bytes(wire: Wire) -> None:
+    """As a parent it says that a prompt begins, so nothing could ever follow such a chunk."""
+    keys = [key(1), bytes(32)]
+    with raises(Code.INVALID_ARGUMENT, "INVALID_ARGUMENT_VALUE") as caught:
+        wire.put(keys, [])
+    assert "key 1 is 32 zero bytes" in caught.message
+    session = WireSession(wire)
+    error = session.error(reserve=cache_pb2.ReserveRequest(namespace="n", keys=keys))
+    assert (error.code, error.metadata["field"]) == (Code.INVALID_ARGUMENT.value[0], "keys")
+    session.close()
+    # So nobody finds it.
+    assert wire.lookup([bytes(32)]).hit_chunks == 0
+    (answer,) = wire.cache.Get(cache_pb2.GetRequest(namespace="n", keys=[bytes(32)]))
+    assert answer.status == types_pb2.CHUNK_STATUS_NOT_FOUND
+
+
 @pytest.mark.parametrize("count", [0, 16_385, 100_000])
 def test_too_few_and_too_many_keys(wire: Wire, count: int) -> None:
     keys = [key(1)] * count
@@ -79,6 +95,7 @@ def test_too_few_and_too_many_keys(wire: Wire, count: int) -> None:
     session = WireSession(wire)
     error = session.error(reserve=cache_pb2.ReserveRequest(namespace="n", keys=keys))
     assert error.code == Code.INVALID_ARGUMENT.value[0]
+    assert "as parent_key" in error.message  # how a prompt goes on in the next call
     session.close()
 
 

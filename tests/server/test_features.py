@@ -72,6 +72,11 @@ def test_a_request_of_a_newer_client_is_unimplemented_and_the_stream_goes_on(wir
 
     empty = ask(NO_REQUEST)
     assert (empty.id, empty.error.reason) == (43, "INVALID_ARGUMENT_VALUE")
+    assert "has no request" in empty.error.message
+
+    again = ask(OPEN.SerializeToString())
+    assert (again.id, again.error.reason) == (OPEN.id, "INVALID_ARGUMENT_VALUE")
+    assert "open may only be the first message" in again.error.message
 
     # A field that this server does not know, in a request that it knows, does no harm.
     lookup = session_pb2.SessionRequest(

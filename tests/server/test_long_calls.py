@@ -32,7 +32,7 @@ LEASES = 64
 
 
 def prompt(number: int) -> list[bytes]:
-    return [(number * MANY + index).to_bytes(32, "little") for index in range(MANY)]
+    return [(number * MANY + index + 1).to_bytes(32, "little") for index in range(MANY)]
 
 
 def reserve(session: WireSession, number: int) -> Any:

@@ -10,7 +10,7 @@ from kvdock_server.core import Core, Group, GroupKind, LeaseRange, Namespace, Ro
 from kvdock_server.steps import at_once
 from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
-KEYS = [bytes([n]) * 32 for n in range(4)]
+KEYS = [bytes([n + 1]) * 32 for n in range(4)]
 
 
 class WayOut(BaseException):

@@ -104,7 +104,9 @@ class LookupRequest(google.protobuf.message.Message):
     """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Keys of the prompt's chunks from the first on, 32 bytes each. From 1 to 16,384."""
+        """Keys of the prompt's chunks from the first on, 32 bytes each. From 1 to 16,384. Of a longer prompt
+        look up the rest with another call, if all of these are a hit: the hits add up.
+        """
 
     def __init__(
         self,

@@ -152,7 +152,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Commit seals chunks of a reservation whose bytes are complete. A part becomes visible with
+        """Commit seals chunks of a reservation whose bytes are complete, which nobody checks. After it nobody
+        writes there any more. A part becomes visible with
         its last shard. A chunk that is aborted meanwhile by another call, or lost with the session, is
         FAILED.
 
@@ -233,7 +234,8 @@ class CacheServiceServicer(object):
         not admitted are dropped. What is incomplete when the client half-closes fails, the rest stays.
 
         DEADLINE_EXCEEDED (STALLED) if the client sends nothing for 30 seconds.
-        INVALID_ARGUMENT (WRONG_LENGTH) if more bytes come than a shard has.
+        INVALID_ARGUMENT (WRONG_LENGTH) if more bytes come than a shard has. Chunks that were STORED before
+        stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -341,7 +341,8 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
     """
 
     Commit: _CacheServiceCommitType
-    """Commit seals chunks of a reservation whose bytes are complete. A part becomes visible with
+    """Commit seals chunks of a reservation whose bytes are complete, which nobody checks. After it nobody
+    writes there any more. A part becomes visible with
     its last shard. A chunk that is aborted meanwhile by another call, or lost with the session, is
     FAILED.
 
@@ -407,7 +408,8 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
     not admitted are dropped. What is incomplete when the client half-closes fails, the rest stays.
 
     DEADLINE_EXCEEDED (STALLED) if the client sends nothing for 30 seconds.
-    INVALID_ARGUMENT (WRONG_LENGTH) if more bytes come than a shard has.
+    INVALID_ARGUMENT (WRONG_LENGTH) if more bytes come than a shard has. Chunks that were STORED before
+    stay.
     """
 
     Get: _CacheServiceGetType
@@ -533,7 +535,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: kvdock.v1.cache_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.cache_pb2.CommitResponse, collections.abc.Awaitable[kvdock.v1.cache_pb2.CommitResponse]]:
-        """Commit seals chunks of a reservation whose bytes are complete. A part becomes visible with
+        """Commit seals chunks of a reservation whose bytes are complete, which nobody checks. After it nobody
+        writes there any more. A part becomes visible with
         its last shard. A chunk that is aborted meanwhile by another call, or lost with the session, is
         FAILED.
 
@@ -624,7 +627,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         not admitted are dropped. What is incomplete when the client half-closes fails, the rest stays.
 
         DEADLINE_EXCEEDED (STALLED) if the client sends nothing for 30 seconds.
-        INVALID_ARGUMENT (WRONG_LENGTH) if more bytes come than a shard has.
+        INVALID_ARGUMENT (WRONG_LENGTH) if more bytes come than a shard has. Chunks that were STORED before
+        stay.
         """
 
     @abc.abstractmethod

@@ -200,7 +200,7 @@ class StreamKVEventsResponse(google.protobuf.message.Message):
     @property
     def cursor(self) -> Global___Cursor:
         """After which event the reader stands now, whether or not its filter let that through. Resume
-        from here.
+        from here. In compacted it is no place to resume from.
         """
 
     @property
@@ -209,7 +209,9 @@ class StreamKVEventsResponse(google.protobuf.message.Message):
 
     @property
     def snapshot(self) -> Global___SnapshotPiece:
-        """A piece of the snapshot that is true for cursor. Sent in pieces, the last one marked."""
+        """A piece of the snapshot that is true for cursor, which is the same in all pieces. The last one
+        is marked. A snapshot that is cut off is worth nothing.
+        """
 
     @property
     def progress(self) -> Global___Progress:
@@ -451,7 +453,9 @@ class Compacted(google.protobuf.message.Message):
     OLDEST_FIELD_NUMBER: builtins.int
     @property
     def oldest(self) -> Global___Cursor:
-        """The oldest place from which a reader could resume."""
+        """The oldest place from which a reader that has all before it could resume. For people: a reader
+        that resumed here would miss events.
+        """
 
     def __init__(
         self,

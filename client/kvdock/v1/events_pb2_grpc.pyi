@@ -65,7 +65,7 @@ class EventServiceStub(typing.Generic[_EventServiceStreamKVEventsType]):
     the last one it has gets every later one, none twice. Publishing never waits for a reader.
 
     A stream that begins now or after a cursor begins with a progress mark. One that is compacted
-    ends with that message and status OK. A reader that hears nothing for some times its
+    ends with that message and status OK. A reader that hears nothing for three times its
     progress_interval_ms has lost its server and should call again with its cursor.
 
     Only what a Lookup could find is announced: a part of a full-attention group once it and every
@@ -101,7 +101,7 @@ class EventServiceServicer(metaclass=abc.ABCMeta):
         the last one it has gets every later one, none twice. Publishing never waits for a reader.
 
         A stream that begins now or after a cursor begins with a progress mark. One that is compacted
-        ends with that message and status OK. A reader that hears nothing for some times its
+        ends with that message and status OK. A reader that hears nothing for three times its
         progress_interval_ms has lost its server and should call again with its cursor.
 
         Only what a Lookup could find is announced: a part of a full-attention group once it and every

@@ -320,7 +320,7 @@ class OpenRequest(google.protobuf.message.Message):
     FEATURES_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """The engine, the same for all of its processes and different from every other engine's. 1 to
-    256 characters.
+    256 characters of any kind.
     """
     role: Global___SessionRole.ValueType
     """Which part of it."""
@@ -329,7 +329,7 @@ class OpenRequest(google.protobuf.message.Message):
     kv_worker_id: builtins.int
     """The shard that a worker stores and loads. 0 for other roles."""
     ttl_ms: builtins.int
-    """Silence after which the session expires. 0 means 30,000; from 1,000 to 600,000."""
+    """Silence after which the session expires: the time in which the server reads no request of it. 0 means 30,000; from 1,000 to 600,000."""
     client: builtins.str
     """Program and version, for listings. At most 256 characters."""
     @property
@@ -383,9 +383,9 @@ class OpenResponse(google.protobuf.message.Message):
     guard: builtins.int
     """A stream may end although its process lives on and still writes into the pool. So a client that
     maps a segment keeps, for as long as the mapping lives, a shared lock on the one byte of this
-    number of the segment's file (fcntl F_OFD_SETLK with F_RDLCK; it touches no data): while that
-    is held, memory that the session reserved is not given to anybody. Without it the end of the
-    stream says that nobody writes any more.
+    number of the segment's file (fcntl F_OFD_SETLK with F_RDLCK, from before the first Reserve on; it
+    touches no data): while that is held, memory that the session reserved is not given to anybody.
+    Without it the end of the stream says that nobody writes any more. 0 is a byte like any other.
     """
     event_log: builtins.bool
     """The server keeps an event log, so it is worth telling what events say of a chunk."""

@@ -60,8 +60,9 @@ class SessionServiceServicer(object):
         gRPC lets the server see it: RESOURCE_EXHAUSTED (MESSAGE_TOO_LARGE). The server reads of such a
         message only the id, if that comes first, and answers with id 0 if not. The stream itself ends with
         INVALID_ARGUMENT if the first message is not a valid open or any message cannot be decoded,
-        DEADLINE_EXCEEDED (STALLED) if no first message comes, and UNAVAILABLE (DRAINING) when the server
-        stops.
+        DEADLINE_EXCEEDED (STALLED) if no first message comes, RESOURCE_EXHAUSTED if gRPC refuses a message,
+        UNAVAILABLE (DRAINING) when the server stops, and OK when the client has half-closed: then what came
+        before was answered, but for copies by the server that were still under way.
 
         A session that is silent for its TTL expires: its locks are freed and each further request
         fails with SESSION_EXPIRED. What it was storing may be stored by others at once, but the memory

@@ -79,8 +79,8 @@ class _TransferModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Bytes travel in the stream: Put and Get."""
 
 class TransferMode(_TransferMode, metaclass=_TransferModeEnumTypeWrapper):
-    """How the bytes of one session's chunks move. Chosen when the session registers its memory and
-    reported in Status.
+    """How the bytes of one session's chunks move. SHARED, until the session registers memory. Reported
+    in Status.
     """
 
 TRANSFER_MODE_UNSPECIFIED: TransferMode.ValueType  # 0
@@ -142,7 +142,9 @@ class _ChunkStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     or lies between such chunks.
     """
     CHUNK_STATUS_PARENT_MISSING: _ChunkStatus.ValueType  # 5
-    """The chunk it extends is not there, so nobody could ever hit it: nothing is stored."""
+    """The chunk it extends is not there and not even reserved, so nobody could ever hit it: nothing is
+    stored.
+    """
     CHUNK_STATUS_RETRIEVED: _ChunkStatus.ValueType  # 6
     """The bytes were delivered, or, in shared mode, are held in place for the caller to copy."""
     CHUNK_STATUS_NOT_FOUND: _ChunkStatus.ValueType  # 7
@@ -170,7 +172,9 @@ CHUNK_STATUS_NO_SPACE: ChunkStatus.ValueType  # 4
 or lies between such chunks.
 """
 CHUNK_STATUS_PARENT_MISSING: ChunkStatus.ValueType  # 5
-"""The chunk it extends is not there, so nobody could ever hit it: nothing is stored."""
+"""The chunk it extends is not there and not even reserved, so nobody could ever hit it: nothing is
+stored.
+"""
 CHUNK_STATUS_RETRIEVED: ChunkStatus.ValueType  # 6
 """The bytes were delivered, or, in shared mode, are held in place for the caller to copy."""
 CHUNK_STATUS_NOT_FOUND: ChunkStatus.ValueType  # 7
@@ -206,7 +210,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     namespace.
     """
     ERROR_REASON_UNKNOWN_LEASE: _ErrorReason.ValueType  # 5
-    """NOT_FOUND. The lease ended, or is of an earlier epoch. Look up again. Metadata: lease_id."""
+    """NOT_FOUND. The lease ended, or is of an earlier epoch. Look up again. FreeLocks never answers
+    it. Metadata: lease_id.
+    """
     ERROR_REASON_UNKNOWN_RESERVATION: _ErrorReason.ValueType  # 6
     """NOT_FOUND. The reservation is not open: it was committed or aborted, or its session ended.
     Reserve again what is still to be stored. Metadata: reservation_id.
@@ -295,7 +301,9 @@ ERROR_REASON_UNKNOWN_NAMESPACE: ErrorReason.ValueType  # 4
 namespace.
 """
 ERROR_REASON_UNKNOWN_LEASE: ErrorReason.ValueType  # 5
-"""NOT_FOUND. The lease ended, or is of an earlier epoch. Look up again. Metadata: lease_id."""
+"""NOT_FOUND. The lease ended, or is of an earlier epoch. Look up again. FreeLocks never answers
+it. Metadata: lease_id.
+"""
 ERROR_REASON_UNKNOWN_RESERVATION: ErrorReason.ValueType  # 6
 """NOT_FOUND. The reservation is not open: it was committed or aborted, or its session ended.
 Reserve again what is still to be stored. Metadata: reservation_id.
@@ -472,8 +480,8 @@ class Segment(google.protobuf.message.Message):
     """Index that Location uses."""
     shm_name: builtins.str
     """POSIX shared-memory name, with its leading slash: open it with shm_open, or as a file under
-    /dev/shm. It disappears with the server; a mapping made before stays valid. A server's names
-    are "/kvdock-", the number of its user, "-" and 16 hexadecimal digits: open no other, since
+    /dev/shm. The server removes it at its end; a killed server's stays until one of its user
+    starts. A mapping made before stays valid. A server's names are "/kvdock-", the number of its user, "-" and 16 hexadecimal digits: open no other, since
     whoever answers could name any file.
     """
     bytes: builtins.int
@@ -508,7 +516,9 @@ class Location(google.protobuf.message.Message):
     segment_id: builtins.int
     """Which segment."""
     offset: builtins.int
-    """First byte within the segment."""
+    """First byte within the segment. A multiple of 4,096; the bytes behind the last, up to the next
+    multiple, are nobody else's.
+    """
     length: builtins.int
     """How many bytes."""
     def __init__(

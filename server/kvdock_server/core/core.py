@@ -313,6 +313,12 @@ class Core:
             )
         if parent_key == _ROOT:
             parent_key = b""
+        if _ROOT in keys:
+            raise invalid(
+                f"key {list(keys).index(_ROOT)} is 32 zero bytes: nothing could follow a chunk of "
+                "this key, which as a parent says that a prompt begins",
+                "keys",
+            )
         space = self.index.space(namespace)
         if session is not None and session.role is Role.WORKER and shard != session.kv_worker_id:
             raise invalid(
@@ -458,9 +464,7 @@ class Core:
 def _check_keys(keys: Sequence[bytes]) -> None:
     """RequestError unless there are 1 to MAX_KEYS keys of 32 bytes."""
     if not 1 <= len(keys) <= MAX_KEYS:
-        raise invalid(
-            f"{len(keys)} keys: from 1 to {MAX_KEYS}; split longer prompts", "keys", MAX_KEYS
-        )
+        raise invalid(f"{len(keys)} keys: from 1 to {MAX_KEYS}", "keys", MAX_KEYS)
     if set(map(len, keys)) != {KEY_BYTES}:
         index, key = next((i, key) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
         raise invalid(

@@ -4,15 +4,18 @@ than the protocol allows with RESOURCE_EXHAUSTED.
 gRPC itself would answer that the server failed, and log a traceback for each message. So the
 decoder returns a RequestError in the place of the message, and a wrapper around each method's
 handler raises the error.
+
+The wrapper also ends calls whose client is gone, for which gRPC would log a traceback, too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -90,6 +93,8 @@ def _one_answer(handler: Handler) -> Handler:
             return await handler(_decoded(request, context), context)
         except RequestError as error:
             await abort(context, error)
+        except grpc.aio.InternalError as error:
+            _end_without_client(context, error)
 
     return answer
 
@@ -106,8 +111,16 @@ def _many_answers(handler: Handler) -> Handler:
                 await answers  # a coroutine, which writes them itself
         except RequestError as error:
             await abort(context, error)
+        except grpc.aio.InternalError as error:
+            _end_without_client(context, error)
 
     return answer
+
+
+def _end_without_client(context: Context, error: Exception) -> NoReturn:
+    """Ends a call on which gRPC can send and read no more, mostly since its client went away."""
+    logger.info("%s: a call was given up: %r", context.peer(), error)
+    raise asyncio.CancelledError from error
 
 
 def _decoded(request: Any, context: Context) -> Any:

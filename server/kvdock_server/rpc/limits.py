@@ -74,6 +74,16 @@ MOST: dict[str, Limit] = {
     "StreamKVEventsRequest.namespaces": Limit(0, MAX_NAMESPACES),
 }
 
+# What a client does with more.
+_NEXT_WITH_PARENT = "; send the rest in another call, with the last key of this one as parent_key"
+_KEYS_HINTS = {
+    "GetRequest.keys": "; send the rest in another call",
+    "LookupRequest.keys": "; if all of these are a hit, look up the next in another call",
+    "PutOpen.keys": _NEXT_WITH_PARENT,
+    "ReserveRequest.keys": _NEXT_WITH_PARENT,
+    "StoreRequest.keys": _NEXT_WITH_PARENT,
+}
+
 OPAQUE = frozenset({"ChunkEventData"})
 """Messages whose lists are not looked into: they are kept encoded, and conversions.py limits their
 bytes.
@@ -105,7 +115,7 @@ def _compare(label: str, count: int) -> None:
     least, most = MOST[label]
     if most is not None and not least <= count <= most:
         name = label.partition(".")[2]
-        hint = "; split longer prompts" if name == "keys" else ""
+        hint = _KEYS_HINTS.get(label, "")
         raise invalid(f"{count} {name}: from {least} to {most}{hint}", name, most)
 
 

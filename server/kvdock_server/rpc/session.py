@@ -153,7 +153,10 @@ def _unknown(request: pb.SessionRequest) -> RequestError:
     # A request is a message, which has protobuf's wire type 2.
     numbers = [field.field_number for field in fields if field.wire_type == 2]
     if not numbers:
-        return invalid("a session takes no empty message: set one of its requests", "request")
+        return invalid(
+            "the message has no request: set one of the fields of its oneof, for example heartbeat",
+            "request",
+        )
     return RequestError(
         Reason.UNKNOWN_REQUEST,
         f"request {numbers[0]} is not known to this server ({__version__}): do without it; the "

@@ -196,4 +196,4 @@ async def answer(service: Service, session: Session | None, kind: str, request: 
         return await in_turns(_IN_STEPS[kind](service.core, session, request))
     if kind in _WAITING:
         return await _WAITING[kind](service, session, request)
-    raise invalid(f"a session takes no {kind} here")
+    raise invalid(f"{kind} may only be the first message of a session", kind)
