@@ -17,14 +17,9 @@ fi
 
 build=$PWD/examples/go/build
 module=$build/src/github.com/kvdock/kvdock
-rm -rf "$build/proto"
 mkdir -p "$module/examples" "$build/cache"
-cp -r proto "$build/proto"
-# protoc before 22, Debian 12's for one, does not know this option, which only keeps tokens out of logs.
-sed -i 's/ \[debug_redact = true\]//' "$build"/proto/kvdock/v1/*.proto
 ln -sfn "$PWD/examples/go" "$module/examples/go"
-protoc --proto_path="$build/proto" --go_out="$build/src" --go-grpc_out="$build/src" \
-  "$build"/proto/kvdock/v1/*.proto
+protoc --proto_path=proto --go_out="$build/src" --go-grpc_out="$build/src" proto/kvdock/v1/*.proto
 export GO111MODULE=off GOPATH=$build:/usr/share/gocode GOCACHE=$build/cache
 for command in check route; do
   go build -o "$build/$command" "github.com/kvdock/kvdock/examples/go/cmd/$command"
