@@ -54,12 +54,13 @@ class EventServiceServicer(object):
         ends with that message and status OK. A reader that hears nothing for three times its
         progress_interval_ms has lost its server and should call again with its cursor.
 
-        Only what a Lookup could find is announced: a part of a full-attention group once it and every
-        part before it are visible, a part of another group once it is visible. A part may be on several
-        media. It is announced on each of them for itself, and what follows is true for each medium: a
-        parent is announced before its children and removed after them, and a part is announced removed
-        once if it was announced stored, and not otherwise. So a reader knows an entry by namespace, key,
-        group_idx and medium, and if it asks for more than LOCAL, by its locality. Events of parts without event data carry keys only.
+        Only what a Lookup could find is announced: a part of a full-attention group once it and every part
+        before it are visible, a part of another group once it is visible. A part may be on several media.
+        It is announced on each of them for itself, and what follows is true for each medium: a parent is
+        announced before its children and removed after them, and a part is announced removed once if it
+        was announced stored, and not otherwise. So a reader knows an entry by namespace, key, group_idx
+        and medium, and if it asks for more than LOCAL, by its locality. Events of parts without event data
+        carry keys only.
 
         INVALID_ARGUMENT if after has a sequence number that this server has not given yet.
         DEADLINE_EXCEEDED if the reader takes nothing for 30 seconds; it may resume from its cursor.

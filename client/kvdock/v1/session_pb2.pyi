@@ -329,7 +329,9 @@ class OpenRequest(google.protobuf.message.Message):
     kv_worker_id: builtins.int
     """The shard that a worker stores and loads. 0 for other roles."""
     ttl_ms: builtins.int
-    """Silence after which the session expires: the time in which the server reads no request of it. 0 means 30,000; from 1,000 to 600,000."""
+    """Silence after which the session expires: the time in which the server reads no request of it. 0
+    means 30,000; from 1,000 to 600,000.
+    """
     client: builtins.str
     """Program and version, for listings. At most 256 characters."""
     @property

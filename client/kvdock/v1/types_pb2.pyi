@@ -155,8 +155,8 @@ class _ChunkStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The copy failed, or was given up before its end. Nothing became visible."""
 
 class ChunkStatus(_ChunkStatus, metaclass=_ChunkStatusEnumTypeWrapper):
-    """Outcome for one chunk of a call, of the part or shard that the call means. A call that succeeds answers one for every chunk it named, so
-    that one bad chunk never fails its neighbours.
+    """Outcome for one chunk of a call, of the part or shard that the call means. A call that succeeds
+    answers one for every chunk it named, so that one bad chunk never fails its neighbours.
     """
 
 CHUNK_STATUS_UNSPECIFIED: ChunkStatus.ValueType  # 0
@@ -480,9 +480,9 @@ class Segment(google.protobuf.message.Message):
     """Index that Location uses."""
     shm_name: builtins.str
     """POSIX shared-memory name, with its leading slash: open it with shm_open, or as a file under
-    /dev/shm. The server removes it at its end; a killed server's stays until one of its user
-    starts. A mapping made before stays valid. A server's names are "/kvdock-", the number of its user, "-" and 16 hexadecimal digits: open no other, since
-    whoever answers could name any file.
+    /dev/shm. The server removes it at its end; a killed server's stays until one of its user starts. A
+    mapping made before stays valid. A server's names are "/kvdock-", the number of its user, "-" and
+    16 hexadecimal digits: open no other, since whoever answers could name any file.
     """
     bytes: builtins.int
     """Bytes to map, from the beginning of the file. The file is longer."""
