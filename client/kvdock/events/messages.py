@@ -230,11 +230,6 @@ class Filter:
     """Only parts of this group. None: all parts, also those without group."""
     medium: Medium = Medium.UNSPECIFIED
 
-    @property
-    def is_all(self) -> bool:
-        """True if the filter lets everything through."""
-        return self == Filter()
-
 
 @within_limits("events")
 def stream_request(
