@@ -146,3 +146,19 @@ def test_an_accepted_break_that_is_not_there_any_more_is_no_error(clone: Path) -
     accept(clone, CHANGED)
     done = check(clone, KVDOCK_PROTO_BASE="main")
     assert (done.returncode, done.stdout.count("\n")) == (0, 1)
+
+
+def test_the_frozen_version_is_compared_with_as_well(clone: Path) -> None:
+    buf = str(Path(sys.executable).with_name("buf"))
+    build = [buf, "build", "--exclude-source-info", "-o", "proto/v1.binpb"]
+    subprocess.run(build, cwd=clone, check=True)
+    commit(clone, "frozen")
+    write(clone, AFTER)
+    commit(clone, "broken")
+    commit(clone, "later")  # what it breaks is no longer what it is compared with first
+    done = check(clone, KVDOCK_PROTO_BASE="HEAD")
+    assert done.returncode == 1, done.stdout
+    frozen, _, main = done.stdout.partition("buf breaking: against HEAD")
+    assert "the frozen proto/v1.binpb" in frozen
+    assert "breaks clients" in frozen
+    assert "breaks clients" not in main
