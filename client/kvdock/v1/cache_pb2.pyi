@@ -85,7 +85,9 @@ class LookupRequest(google.protobuf.message.Message):
     probe: builtins.bool
     """True: only look, lock nothing, refresh nothing."""
     ttl_ms: builtins.int
-    """Life of a lease without session. 0 means 30,000; at most 600,000. Must be 0 with a session."""
+    """Life of a lease without session. 0 means 30,000; at most 600,000. Must be 0 with a session. The
+    server looks once a second, so a lease may live for up to a second longer. Nothing renews it.
+    """
     session_token: builtins.bytes
     """Token of the session of the engine's scheduler, whose life the lease shares. Empty: none, the
     lease lives for ttl_ms; on a session stream, that stream's session.

@@ -31,6 +31,10 @@ class CacheServiceStub(object):
 
     Every call may be made by itself; a client that holds a session sends the same messages over
     its session stream, where a round trip costs half as much.
+
+    Reserve, Put and Get answer NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered. They
+    answer INVALID_ARGUMENT if it has no such group or shard (also if group_idx is absent although the
+    namespace has groups), or if the shard's size is not known yet (see Group.shard_bytes).
     """
 
     def __init__(self, channel):
@@ -102,6 +106,10 @@ class CacheServiceServicer(object):
 
     Every call may be made by itself; a client that holds a session sends the same messages over
     its session stream, where a round trip costs half as much.
+
+    Reserve, Put and Get answer NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered. They
+    answer INVALID_ARGUMENT if it has no such group or shard (also if group_idx is absent although the
+    namespace has groups), or if the shard's size is not known yet (see Group.shard_bytes).
     """
 
     def RegisterNamespace(self, request, context):
@@ -243,7 +251,8 @@ class CacheServiceServicer(object):
 
     def Get(self, request, context):
         """Get streams the bytes of chunks in the order asked for. It locks what it reads for as long as
-        it reads, so it needs no lease. It ends at the first chunk that is not there.
+        it reads, so it needs no lease. It ends, with status OK, at the first chunk that is not there, or
+        whose part is not visible.
 
         DEADLINE_EXCEEDED (STALLED) if the client takes nothing for 30 seconds.
         """
@@ -323,6 +332,10 @@ class CacheService(object):
 
     Every call may be made by itself; a client that holds a session sends the same messages over
     its session stream, where a round trip costs half as much.
+
+    Reserve, Put and Get answer NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered. They
+    answer INVALID_ARGUMENT if it has no such group or shard (also if group_idx is absent although the
+    namespace has groups), or if the shard's size is not known yet (see Group.shard_bytes).
     """
 
     @staticmethod

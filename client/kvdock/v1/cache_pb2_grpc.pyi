@@ -207,6 +207,10 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
 
     Every call may be made by itself; a client that holds a session sends the same messages over
     its session stream, where a round trip costs half as much.
+
+    Reserve, Put and Get answer NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered. They
+    answer INVALID_ARGUMENT if it has no such group or shard (also if group_idx is absent although the
+    namespace has groups), or if the shard's size is not known yet (see Group.shard_bytes).
     """
 
     @typing.overload
@@ -414,7 +418,8 @@ class CacheServiceStub(typing.Generic[_CacheServiceRegisterNamespaceType, _Cache
 
     Get: _CacheServiceGetType
     """Get streams the bytes of chunks in the order asked for. It locks what it reads for as long as
-    it reads, so it needs no lease. It ends at the first chunk that is not there.
+    it reads, so it needs no lease. It ends, with status OK, at the first chunk that is not there, or
+    whose part is not visible.
 
     DEADLINE_EXCEEDED (STALLED) if the client takes nothing for 30 seconds.
     """
@@ -472,6 +477,10 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
 
     Every call may be made by itself; a client that holds a session sends the same messages over
     its session stream, where a round trip costs half as much.
+
+    Reserve, Put and Get answer NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered. They
+    answer INVALID_ARGUMENT if it has no such group or shard (also if group_idx is absent although the
+    namespace has groups), or if the shard's size is not known yet (see Group.shard_bytes).
     """
 
     @abc.abstractmethod
@@ -638,7 +647,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvdock.v1.cache_pb2.GetResponse], collections.abc.AsyncIterator[kvdock.v1.cache_pb2.GetResponse]]:
         """Get streams the bytes of chunks in the order asked for. It locks what it reads for as long as
-        it reads, so it needs no lease. It ends at the first chunk that is not there.
+        it reads, so it needs no lease. It ends, with status OK, at the first chunk that is not there, or
+        whose part is not visible.
 
         DEADLINE_EXCEEDED (STALLED) if the client takes nothing for 30 seconds.
         """

@@ -110,7 +110,9 @@ class StreamKVEventsRequest(google.protobuf.message.Message):
 
     @property
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Only these namespaces, at most 4,096. Empty: all."""
+        """Only these namespaces, at most 4,096. They need not be registered: after a restart the same filter
+        is right. Empty: all.
+        """
 
     @property
     def localities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Locality.ValueType]:

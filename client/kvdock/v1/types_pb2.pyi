@@ -448,8 +448,9 @@ class Group(google.protobuf.message.Message):
     @property
     def shard_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Bytes of one shard of one part. One number: all shards have it. kv_world_size numbers: one a
-        shard, and 0 is a size not known yet, which a later registration fills in. Any other count,
-        and a size that contradicts an earlier registration, is refused.
+        shard. 0 is a size not known yet, also as the one number; a later registration fills it in, and
+        until then nothing can be stored there. Any other count, and a size that contradicts an earlier
+        registration, is refused.
         """
 
     def __init__(
@@ -537,7 +538,10 @@ class ChunkEventData(google.protobuf.message.Message):
     """What an event tells about a chunk beyond its key. Given by whoever stores the chunk and kept
     with it; only needed where somebody follows the event stream. A server without event log ignores
     it; one with a log refuses more than 1 MiB with INVALID_ARGUMENT. If the writers of a part's
-    shards tell different things, the first one counts.
+    shards tell different things, the first one counts, also if its message is empty.
+
+    The server checks the size and the number of block_hashes. It does not check whether block_size is
+    within its limits, nor whether the fields fit together: a reader must be ready for data that is wrong.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
