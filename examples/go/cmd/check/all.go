@@ -239,7 +239,7 @@ func all(ctx context.Context, address string, client *kvdock.Client) {
 // noMessage is a codec that sends bytes which are no message.
 type noMessage struct{}
 
-func (noMessage) Marshal(interface{}) ([]byte, error)   { return []byte{0xff}, nil }
+func (noMessage) Marshal(interface{}) ([]byte, error) { return []byte{0xff}, nil }
 func (noMessage) Unmarshal([]byte, interface{}) error { return nil }
 func (noMessage) Name() string                        { return "proto" }
 
