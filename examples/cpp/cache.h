@@ -1,7 +1,5 @@
 // One namespace of a server's cache, as an engine of one worker uses it.
 #pragma once
-#include <optional>
-
 #include "keys.h"
 #include "kvdock/v1/cache.grpc.pb.h"
 #include "pool.h"
@@ -18,19 +16,15 @@ class Cache {
       : space_(std::move(space)),
         channel_(Connect(address)),
         calls_(v1::CacheService::NewStub(channel_)),
-        scheduler_(channel_, Opening(engine_id, v1::SESSION_ROLE_SCHEDULER)),
-        worker_(channel_, Opening(engine_id, v1::SESSION_ROLE_WORKER)),
+        scheduler_(channel_, engine_id, v1::SESSION_ROLE_SCHEDULER),
+        worker_(channel_, engine_id, v1::SESSION_ROLE_WORKER),
         pool_(worker_.opened()) {
     v1::SessionRequest request;
     *request.mutable_register_namespace()->mutable_namespace_() = space_;
-    created = scheduler_.Call(request).register_namespace().created();
-    request.mutable_register_memory()->set_namespace_(space_.name());  // none, since this process copies
-    request.mutable_register_memory()->set_mode(v1::TRANSFER_MODE_SHARED);
-    worker_.Call(request);
+    created = scheduler_.Call(std::move(request)).register_namespace().created();
   }
 
   const v1::OpenResponse& opened() const { return worker_.opened(); }
-  uint64_t epoch() const { return opened().epoch(); }
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
   char* At(const v1::Location& location) const { return pool_.At(location); }
 
@@ -113,11 +107,11 @@ class Cache {
     for (const std::string& key : keys) request.add_keys(key);
     const auto stream = calls_->Get(&context, request);
     std::vector<std::string> bytes;
-    for (v1::GetResponse response; stream->Read(&response);) {
-      if (response.status() != v1::CHUNK_STATUS_RETRIEVED) continue;
-      bytes.resize(response.chunk() + 1);
-      bytes.back() += response.data();
-    }
+    for (v1::GetResponse response; stream->Read(&response);)
+      if (response.status() == v1::CHUNK_STATUS_RETRIEVED) {
+        bytes.resize(response.chunk() + 1);
+        bytes.back() += response.data();
+      }
     Require(stream->Finish());
     return bytes;
   }
@@ -126,14 +120,6 @@ class Cache {
 
  private:
   static constexpr size_t kPiece = 128 << 10;
-
-  static v1::OpenRequest Opening(const std::string& engine_id, v1::SessionRole role) {
-    v1::OpenRequest open;
-    open.set_engine_id(engine_id);
-    open.set_role(role);
-    open.set_client("kvdock C++ example");
-    return open;
-  }
 
   v1::Namespace space_;
   std::shared_ptr<grpc::Channel> channel_;

@@ -42,16 +42,10 @@ class Index {
     cursor = message.cursor();
   }
 
-  // How many chunks of a prompt, from the first on, are there on any medium.
-  size_t Prefix(const std::string& name, const std::vector<std::string>& keys,
-                std::optional<uint32_t> group = {}) const {
-    size_t chunks = 0;
-    for (const std::string& key : keys) {
-      const auto found = parts.lower_bound({name, key, group, 0});
-      if (found == parts.end() || Part{name, key, group, std::get<3>(*found)} != *found) break;
-      ++chunks;
-    }
-    return chunks;
+  // Whether a chunk's part is there, on whichever medium.
+  bool Has(const std::string& name, const std::string& key, std::optional<uint32_t> group = {}) const {
+    const auto found = parts.lower_bound({name, key, group, 0});
+    return found != parts.end() && Part{name, key, group, std::get<3>(*found)} == *found;
   }
 
   std::set<Part> parts;
@@ -72,10 +66,8 @@ class Index {
     } else if (event.has_removed()) {
       parts.erase(PartOf(event, event.removed()));
     } else if (event.has_cleared()) {
-      const auto first = parts.lower_bound({event.namespace_(), "", {}, 0});
-      auto end = first;
-      while (end != parts.end() && std::get<0>(*end) == event.namespace_()) ++end;
-      parts.erase(first, end);
+      const std::string next = event.namespace_() + '\0';  // no name lies between
+      parts.erase(parts.lower_bound({event.namespace_(), "", {}, 0}), parts.lower_bound({next, "", {}, 0}));
     }  // of a kind that only newer servers know, the number counts
   }
 
@@ -87,39 +79,22 @@ class Index {
 template <typename Done>
 bool Follow(const std::string& address, Index& index, Done done, std::chrono::seconds limit) {
   using Clock = std::chrono::system_clock;
-  constexpr std::chrono::milliseconds kProgress(200), kSilence(1000), kPause(50);
-  for (const auto end = Clock::now() + limit; Clock::now() < end; std::this_thread::sleep_for(kPause)) try {
+  const auto end = Clock::now() + limit;
+  for (; Clock::now() < end; std::this_thread::sleep_for(std::chrono::milliseconds(50))) try {
       const auto stub = v1::EventService::NewStub(Connect(address));
       v1::StreamKVEventsRequest request;
-      request.set_progress_interval_ms(kProgress.count());
-      if (index.cursor)
-        *request.mutable_after() = *index.cursor;
-      else
-        request.mutable_snapshot();
+      request.mutable_snapshot();
+      if (index.cursor) *request.mutable_after() = *index.cursor;  // instead
       index.StreamBegins();
 
       grpc::ClientContext context;
       context.set_deadline(end);
-      grpc::CompletionQueue queue;  // since only here can a wait for the next message have an end
-      v1::StreamKVEventsResponse message;
-      void* tag;
-      bool there = false, followed = false;
-      const auto stream = stub->AsyncStreamKVEvents(&context, request, &queue, nullptr);
-      bool heard = queue.AsyncNext(&tag, &there, Clock::now() + kSilence) == grpc::CompletionQueue::GOT_EVENT;
-      while (heard && there && !followed) {
-        stream->Read(&message, nullptr);
-        heard = queue.AsyncNext(&tag, &there, Clock::now() + kSilence) == grpc::CompletionQueue::GOT_EVENT;
-        if (heard && there) index.Apply(message);
-        followed = heard && there && index.cursor && done();
+      const auto stream = stub->StreamKVEvents(&context, request);
+      for (v1::StreamKVEventsResponse message; stream->Read(&message);) {
+        index.Apply(message);
+        if (index.cursor && done()) return true;  // and the stream is cancelled
       }
-      context.TryCancel();
-      if (!heard) queue.Next(&tag, &there);
-      grpc::Status status;
-      stream->Finish(&status, nullptr);
-      queue.Next(&tag, &there);
-      queue.Shutdown();
-      while (queue.Next(&tag, &there)) continue;
-      if (followed) return true;
+      const grpc::Status status = stream->Finish();
       if (status.error_code() == grpc::UNIMPLEMENTED || status.error_code() == grpc::INVALID_ARGUMENT)
         Require(status);
     } catch (const CallError& error) {

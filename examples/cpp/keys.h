@@ -26,24 +26,18 @@ inline std::string LittleEndian(uint64_t number, int bytes = 4) {
 
 inline std::string WithLength(const std::string& text) { return LittleEndian(text.size()) + text; }
 
-// The records of the extras that enter the chunk of the tokens [start, end).
-inline std::string ExtrasOfChunk(const std::vector<Extra>& extras, int64_t start, int64_t end, bool first) {
-  std::set<std::string> records;  // sorted as unsigned bytes, and equal ones once
-  for (const Extra& extra : extras) {
-    std::string payload;
-    if (extra.kind == Extra::kLora || extra.kind == Extra::kCacheSalt) {
-      if (!first) continue;
-      payload = WithLength(extra.text) + (extra.kind == Extra::kLora ? WithLength(extra.source) : "");
-    } else {
-      if (extra.offset >= end || extra.offset + extra.length <= start) continue;
-      payload = LittleEndian(extra.offset - start, 8) + LittleEndian(extra.length) +
-                (extra.kind == Extra::kMultimodalItem ? WithLength(extra.text) : extra.text);
-    }
-    records.insert(std::string(1, extra.kind) + WithLength(payload));
+// The share of an extra in the key of the chunk of the tokens [start, end), empty if it has none.
+inline std::string Record(const Extra& extra, int64_t start, int64_t end, bool first) {
+  std::string payload;
+  if (extra.kind == Extra::kLora || extra.kind == Extra::kCacheSalt) {
+    if (!first) return "";
+    payload = WithLength(extra.text) + (extra.kind == Extra::kLora ? WithLength(extra.source) : "");
+  } else {
+    if (extra.offset >= end || extra.offset + extra.length <= start) return "";
+    payload = LittleEndian(extra.offset - start, 8) + LittleEndian(extra.length) +
+              (extra.kind == Extra::kMultimodalItem ? WithLength(extra.text) : extra.text);
   }
-  std::string joined;
-  for (const std::string& record : records) joined += record;
-  return joined;
+  return std::string(1, extra.kind) + WithLength(payload);
 }
 
 // The keys of all full chunks of a prompt, or of the tokens that follow the chunk `parent`.
@@ -56,7 +50,9 @@ inline std::vector<std::string> ChunkKeys(const std::vector<uint32_t>& token_ids
     const bool first = parent == std::string(32, '\0');
     std::string hashed = parent + LittleEndian(chunk_tokens);
     for (size_t i = start; i < end; ++i) hashed += LittleEndian(token_ids[i]);
-    hashed += ExtrasOfChunk(extras, start, end, first);
+    std::set<std::string> records;  // sorted as unsigned bytes, and equal ones once
+    for (const Extra& extra : extras) records.insert(Record(extra, start, end, first));
+    for (const std::string& record : records) hashed += record;
     SHA256(reinterpret_cast<const unsigned char*>(hashed.data()), hashed.size(),
            reinterpret_cast<unsigned char*>(parent.data()));
     keys.push_back(parent);

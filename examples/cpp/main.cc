@@ -1,6 +1,8 @@
 // The verbs that tests/clients/interop.py describes, and `copy`.
 #include <google/protobuf/struct.pb.h>
 #include <google/protobuf/util/json_util.h>
+#include <google/protobuf/util/message_differencer.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -225,6 +227,67 @@ uint64_t Clear(const std::string& address, const std::string& name) {
   return response.parts();
 }
 
+// Sends bytes that are no message to a method.
+void SendNoMessage(const std::shared_ptr<grpc::Channel>& channel, const std::string& method) {
+  const grpc::Slice text("\xff");
+  const grpc::ByteBuffer bytes(&text, 1);
+  grpc::ByteBuffer answer;
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+  grpc::Status status;
+  void* tag;
+  bool ok;
+  const auto call = grpc::GenericStub(channel).PrepareUnaryCall(&context, method, bytes, &queue);
+  call->StartCall();
+  call->Finish(&answer, &status, nullptr);
+  queue.Next(&tag, &ok);
+  Require(status);
+}
+
+// Event data with extra keys of each kind.
+v1::ChunkEventData Described() {
+  v1::ExtraValue text, number, raw;
+  text.set_text("adapter");
+  number.set_number(-7);
+  raw.set_raw(std::string("\0\xff", 2));
+  v1::ChunkEventData data;
+  data.add_block_hashes("hash");
+  data.set_block_size(16);
+  v1::ExtraKeys& extra = *data.add_extra_keys();
+  v1::ExtraTuple tuple;
+  for (const v1::ExtraValue& value : {text, number, raw}) {
+    *extra.add_keys()->mutable_value() = value;
+    *tuple.add_values() = value;
+  }
+  *extra.add_keys()->mutable_tuple() = tuple;
+  return data;
+}
+
+// Reserves a chunk by a call outside of the session's stream.
+v1::ReserveResponse Reserve(const Cache& cache, const std::string& key, const std::string& session_token) {
+  v1::ReserveRequest request;
+  request.set_namespace_("cpp");
+  request.add_keys(key);
+  *request.add_event_data() = Described();
+  request.set_session_token(session_token);
+  v1::ReserveResponse response;
+  grpc::ClientContext context;
+  Require(v1::CacheService::NewStub(cache.channel())->Reserve(&context, request, &response));
+  return response;
+}
+
+// What a snapshot of the events tells of a chunk.
+v1::ChunkEventData Told(const Cache& cache, const std::string& key) {
+  v1::StreamKVEventsRequest request;
+  request.mutable_snapshot();
+  grpc::ClientContext context;
+  const auto stream = v1::EventService::NewStub(cache.channel())->StreamKVEvents(&context, request);
+  for (v1::StreamKVEventsResponse message; stream->Read(&message) && message.has_snapshot();)
+    for (const v1::Event& event : message.snapshot().stored())
+      if (event.stored().key() == key) return event.stored().data();
+  throw std::runtime_error("no event");
+}
+
 void All(const std::string& address) {
   constexpr size_t kBytes = 300'000;  // three messages of a Put
   const std::string options = "--memory 256MiB --event-log 16MiB --event-log-count 100";
@@ -239,11 +302,7 @@ void All(const std::string& address) {
 
   const auto& opened = cache->opened();
   Check("the pool's segments are guarded", Guarded(opened), true);
-  v1::OpenRequest tool;
-  tool.set_engine_id("cpp-tool");
-  tool.set_role(v1::SESSION_ROLE_TOOL);
-  tool.set_ttl_ms(1000);
-  Session quiet(cache->channel(), tool);
+  Session quiet(cache->channel(), "cpp-tool", v1::SESSION_ROLE_TOOL, 1000);
   const auto quiet_since = std::chrono::steady_clock::now();
   Check("  but not for a session that maps nothing", Guarded(quiet.opened()), false);
   Check("a pool with another proof", Mapped(opened, [](auto& of) { of.mutable_proof()->back() ^= 1; }), "refused");
@@ -291,13 +350,28 @@ void All(const std::string& address) {
   Check("Retrieve without locks", ReasonOf([&] { cache->Retrieve(hit.lease_id()); }), "UNKNOWN_LEASE");
   Check("a size that contradicts", ReasonOf([&] { Cache(address, "cpp", Space("cpp", 1)); }), "NAMESPACE_CONFLICT");
 
+  const std::string lone = KeysFrom(40'000, 1)[0];
+  const auto shown = [&] { Reserve(*cache, lone, std::to_string(opened.session_id())); };
+  Check("Reserve with the session's public id as token", ReasonOf(shown), "UNKNOWN_SESSION");
+  const auto own = Reserve(*cache, lone, opened.session_token());
+  Check("  with its token", Outcomes(own), "1 RESERVED");
+  Check("  and Commit on its stream", Outcomes(cache->Commit(own.reservation_id())), "1 STORED");
+  const auto same = google::protobuf::util::MessageDifferencer::Equals(Told(*cache, lone), Described());
+  Check("the event has the same extra keys", same, true);
+  const auto no_message = [&] { SendNoMessage(cache->channel(), "/kvdock.v1.CacheService/Lookup"); };
+  Check("bytes that are no message", ReasonOf(no_message), "INVALID_ARGUMENT_VALUE");
+  Clear(address, "cpp");
+
   using namespace std::chrono_literals;
   Index index;
   const auto matches = [&](size_t parts) { return [&index, parts] { return index.parts.size() == parts; }; };
   cache->Put("", keys, bytes);
   Check("events: a snapshot has all 7 chunks", Follow(address, index, matches(7), 10s), true);
   Check("  that the server lists", index.parts == Listed(address), true);
-  Check("  chunks of a prompt that a router finds", index.Prefix("cpp", KeysFrom(0, 9)), 7u);
+  const auto prompt = KeysFrom(0, 9);
+  const auto known = [&](const std::string& key) { return index.Has("cpp", key); };
+  const auto end = std::find_if_not(prompt.begin(), prompt.end(), known);
+  Check("  chunks of a prompt that a router finds", end - prompt.begin(), 7);
   const auto more = KeysFrom(9000, 3);
   cache->Put("", more, {bytes[0], bytes[1], bytes[2]});
   Check("resumed after the cursor", Follow(address, index, matches(10), 10s), true);
@@ -319,7 +393,7 @@ void All(const std::string& address) {
   Check("a session of 1 s, kept alive by heartbeats", ReasonOf([&] { quiet.Call(question); }), "no error");
 
   const auto lost = small.Lookup(many);
-  const uint64_t epoch = cache->epoch();
+  const uint64_t epoch = opened.epoch();
   auto following = std::async(std::launch::async, [&] {
     return Follow(address, index, [&] { return index.cursor->epoch() != epoch && index.parts.size() == 2; }, 60s);
   });
@@ -327,7 +401,7 @@ void All(const std::string& address) {
   Check("a call after the server's SIGKILL", ReasonOf([&] { cache->Lookup(keys); }), "code 14");
   Server restarted(address, options);
   cache = std::make_unique<Cache>(address, "cpp", Space("cpp", kBytes));
-  Check("another epoch", cache->epoch() != epoch, true);
+  Check("another epoch", cache->opened().epoch() != epoch, true);
   Check("the namespace is new again", cache->created, true);
   Check("chunks that are left", cache->Lookup(keys).hit_chunks(), 0u);
   Check("locks that are left of the old lease", cache->FreeLocks(lost.lease_id()), 0u);

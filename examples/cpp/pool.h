@@ -28,27 +28,22 @@ class Pool {
  private:
   // The guard lasts for as long as the mapping: no one else gets memory that this process may write into.
   struct Mapping {
-    Mapping(const v1::Segment& segment, uint64_t guard)
-        : file(open(("/dev/shm" + segment.shm_name()).c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC)),
-          bytes(segment.bytes()) {
-      try {
-        Check(segment);
-        struct flock lock {};
-        lock.l_type = F_RDLCK;
-        lock.l_whence = SEEK_SET;
-        lock.l_start = static_cast<off_t>(guard);
-        lock.l_len = 1;
-        if (fcntl(file, F_OFD_SETLK, &lock) != 0) throw std::system_error(errno, std::generic_category());
+    explicit Mapping(const v1::Segment& segment)
+        : file(open(("/dev/shm" + segment.shm_name()).c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC)),
+          bytes(segment.bytes()) {}
+    Mapping(const v1::Segment& segment, uint64_t guard) : Mapping(segment) {  // from here on, an error closes the file
+      Check(segment);
+      struct flock lock {};
+      lock.l_type = F_RDLCK;
+      lock.l_start = static_cast<off_t>(guard);
+      lock.l_len = 1;
+      if (fcntl(file, F_OFD_SETLK, &lock) == 0)
         start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-        if (start == MAP_FAILED) throw std::system_error(errno, std::generic_category());
-      } catch (...) {
-        close(file);
-        throw;
-      }
+      if (start == MAP_FAILED) throw std::system_error(errno, std::generic_category());
     }
     Mapping(const Mapping&) = delete;
     ~Mapping() {
-      munmap(start, bytes);
+      if (start != MAP_FAILED) munmap(start, bytes);
       close(file);
     }
 
@@ -67,7 +62,7 @@ class Pool {
 
     int file;
     uint64_t bytes;
-    void* start = nullptr;
+    void* start = MAP_FAILED;
   };
 
   std::map<uint32_t, Mapping> mappings_;

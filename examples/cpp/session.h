@@ -7,9 +7,10 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <filesystem>
+#include <future>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "google/rpc/error_details.pb.h"
@@ -58,28 +59,38 @@ inline std::shared_ptr<grpc::Channel> Connect(const std::string& address) {
     throw CallError(grpc::PERMISSION_DENIED, "", "another user may be the server at " + address);
   grpc::ChannelArguments own;
   own.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // no connection, and no waiting time, of before
+  own.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);     // pings show that a server stands still
+  own.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 5'000);
+  own.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // as many as it takes, also while we send nothing
   return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), own);
 }
 
 // A session whose calls wait for their answers one after the other, and that keeps itself alive.
 class Session {
  public:
-  Session(const std::shared_ptr<grpc::Channel>& channel, v1::OpenRequest open)
+  Session(const std::shared_ptr<grpc::Channel>& channel, const std::string& engine_id, v1::SessionRole role,
+          uint32_t ttl_ms = 0)
       : stub_(v1::SessionService::NewStub(channel)), stream_(stub_->Session(&context_)) {
     v1::SessionRequest request;
-    *request.mutable_open() = std::move(open);
+    request.mutable_open()->set_engine_id(engine_id);
+    request.mutable_open()->set_role(role);
+    request.mutable_open()->set_ttl_ms(ttl_ms);
+    request.mutable_open()->set_client("kvdock C++ example");
     opened_ = Call(std::move(request)).open();
-    heart_ = std::thread([this] { Beat(); });
+    heart_ = std::thread([this, closed = closed_.get_future()] {
+      v1::SessionRequest beat;
+      beat.mutable_heartbeat();
+      while (closed.wait_for(std::chrono::milliseconds(opened_.ttl_ms() / 3)) == std::future_status::timeout) try {
+          Call(beat);
+        } catch (const CallError&) {  // the next call will say so
+        }
+    });
   }
   ~Session() {
     context_.TryCancel();  // the server releases what the session holds
-    {
-      std::lock_guard lock(mutex_);
-      if (!over_) stream_->Finish();
-      over_ = true;
-    }
-    changed_.notify_all();
+    closed_.set_value();
     heart_.join();
+    if (!end_) stream_->Finish();
   }
 
   const v1::OpenResponse& opened() const { return opened_; }
@@ -88,13 +99,12 @@ class Session {
     std::lock_guard lock(mutex_);
     request.set_id(++last_id_);
     v1::SessionResponse response;
-    bool answered = !over_ && stream_->Write(request);
+    bool answered = !end_ && stream_->Write(request);
     do answered = answered && stream_->Read(&response);
     while (answered && response.id() != last_id_);  // the server may also tell what nobody has asked for
     if (!answered) {
-      const grpc::Status status = over_ ? grpc::Status() : stream_->Finish();
-      over_ = true;
-      throw CallError(grpc::UNAVAILABLE, "", "the session has ended: " + status.error_message());
+      if (!end_) end_ = stream_->Finish();
+      throw CallError(grpc::UNAVAILABLE, "", "the session has ended: " + end_->error_message());
     }
     if (response.has_error())
       throw CallError(response.error().code(), response.error().reason(), response.error().message());
@@ -102,27 +112,13 @@ class Session {
   }
 
  private:
-  void Beat() {
-    v1::SessionRequest beat;
-    beat.mutable_heartbeat();
-    std::unique_lock lock(mutex_);
-    while (!changed_.wait_for(lock, std::chrono::milliseconds(opened_.ttl_ms() / 3), [this] { return over_; })) {
-      lock.unlock();
-      try {
-        Call(beat);
-      } catch (const CallError&) {  // the next call will say so
-      }
-      lock.lock();
-    }
-  }
-
   grpc::ClientContext context_;
   std::unique_ptr<v1::SessionService::Stub> stub_;
   std::unique_ptr<grpc::ClientReaderWriter<v1::SessionRequest, v1::SessionResponse>> stream_;
   v1::OpenResponse opened_;
   std::mutex mutex_;
-  std::condition_variable changed_;
-  bool over_ = false;
+  std::promise<void> closed_;
+  std::optional<grpc::Status> end_;  // of the stream
   uint64_t last_id_ = 0;
   std::thread heart_;
 };

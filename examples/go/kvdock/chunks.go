@@ -1,6 +1,7 @@
 package kvdock
 
 import (
+	"bytes"
 	"context"
 	"io"
 
@@ -10,29 +11,26 @@ import (
 
 // PutChunks stores the bytes of the chunks that open names and says what became of each. Bytes that
 // the server has are not sent, and what is too long for one opening message is put in several parts.
-func (c *Client) PutChunks(ctx context.Context, open *pb.PutOpen, chunks [][]byte) ([]pb.ChunkStatus, error) {
-	var statuses []pb.ChunkStatus
-	for first := 0; first < len(chunks); first = len(statuses) {
-		part := proto.Clone(open).(*pb.PutOpen)
-		part.Keys, part.EventData = nil, nil
-		size := 0
-		for i := first; i < len(chunks) && len(part.Keys) < 16384 && size < 2<<20; i++ {
-			part.Keys = append(part.Keys, open.Keys[i])
-			if size += 40; len(open.EventData) > 0 {
-				part.EventData = append(part.EventData, open.EventData[i])
-				size += proto.Size(open.EventData[i])
+func (c *Client) PutChunks(ctx context.Context, open *pb.PutOpen, chunks [][]byte) (statuses []pb.ChunkStatus, err error) {
+	told := len(open.EventData) > 0
+	first, end, parent := 0, 0, open.ParentKey
+	for ; first < len(chunks) && err == nil; first, parent = end, open.Keys[end-1] {
+		for size := 0; end < len(chunks) && size < 2<<20; end++ {
+			size += 128 // more than a key takes, so that one part has 16,384 of them at most
+			if told {
+				size += proto.Size(open.EventData[end])
 			}
 		}
-		if first > 0 {
-			part.ParentKey = open.Keys[first-1]
+		part := proto.Clone(open).(*pb.PutOpen)
+		part.ParentKey, part.Keys = parent, open.Keys[first:end]
+		if told {
+			part.EventData = open.EventData[first:end]
 		}
-		some, err := c.put(ctx, part, chunks[first:first+len(part.Keys)])
-		if err != nil {
-			return statuses, err
-		}
+		var some []pb.ChunkStatus
+		some, err = c.put(ctx, part, chunks[first:end])
 		statuses = append(statuses, some...)
 	}
-	return statuses, nil
+	return statuses, err
 }
 
 func (c *Client) put(ctx context.Context, open *pb.PutOpen, chunks [][]byte) ([]pb.ChunkStatus, error) {
@@ -60,29 +58,24 @@ func (c *Client) put(ctx context.Context, open *pb.PutOpen, chunks [][]byte) ([]
 }
 
 func send(stream pb.CacheService_PutClient, admitted []*pb.ChunkResult, chunks [][]byte) {
-	for i, data := range chunks {
-		for admitted[i].Status == pb.ChunkStatus_CHUNK_STATUS_RESERVED && len(data) > 0 {
-			n := 128 << 10
-			if n > len(data) {
-				n = len(data)
-			}
-			message := &pb.PutRequest_Data{Data: &pb.PutData{Chunk: uint32(i), Data: data[:n]}}
-			if stream.Send(&pb.PutRequest{Message: message}) != nil {
+	for i, chunk := range chunks {
+		rest := bytes.NewBuffer(chunk)
+		for admitted[i].Status == pb.ChunkStatus_CHUNK_STATUS_RESERVED && rest.Len() > 0 {
+			data := &pb.PutData{Chunk: uint32(i), Data: rest.Next(128 << 10)}
+			if stream.Send(&pb.PutRequest{Message: &pb.PutRequest_Data{Data: data}}) != nil {
 				return
 			}
-			data = data[n:]
 		}
 	}
 	stream.CloseSend()
 }
 
 // GetChunks fetches chunks, up to the first that is not there.
-func (c *Client) GetChunks(ctx context.Context, get *pb.GetRequest) ([][]byte, error) {
+func (c *Client) GetChunks(ctx context.Context, get *pb.GetRequest) (chunks [][]byte, err error) {
 	stream, err := c.Get(ctx, get)
 	if err != nil {
 		return nil, err
 	}
-	var chunks [][]byte
 	for {
 		response, err := stream.Recv()
 		if err == io.EOF || err == nil && response.Status != pb.ChunkStatus_CHUNK_STATUS_RETRIEVED {

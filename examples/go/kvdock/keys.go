@@ -2,13 +2,11 @@
 package kvdock
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/binary"
 	"sort"
 )
-
-// Key names one chunk of a prompt and everything before it; see docs/keys.md.
-type Key [sha256.Size]byte
 
 // Extra is what keys commit to beside tokens.
 type Extra struct {
@@ -29,8 +27,8 @@ func MultiModalItem(identifier string, offset int64, length uint32) Extra {
 }
 
 // PromptEmbeds stand in the place of some tokens.
-func PromptEmbeds(digest [sha256.Size]byte, offset int64, length uint32) Extra {
-	return Extra{4, offset, int64(length), digest[:]}
+func PromptEmbeds(digest []byte, offset int64, length uint32) Extra {
+	return Extra{4, offset, int64(length), digest}
 }
 
 // record is the share of the extra in the key of the chunk [start, end), empty if it has none.
@@ -50,19 +48,21 @@ func text(to []byte, s string) []byte { return append(u32(to, len(s)), s...) }
 
 func u32(to []byte, n int) []byte { return binary.LittleEndian.AppendUint32(to, uint32(n)) }
 
-// Keys gives the keys of all full chunks of the tokens, which follow the chunk with the key parent;
-// the zero Key is the parent of a prompt's first chunk.
-func Keys(parent Key, tokens []uint32, chunkTokens int, extras ...Extra) []Key {
-	var keys []Key
+// NoParent stands where a prompt's first chunk has no chunk before it.
+var NoParent = make([]byte, sha256.Size)
+
+// Keys gives the keys of all full chunks of the tokens, which follow the chunk with the key parent.
+// A key names a chunk and everything before it; see docs/keys.md.
+func Keys(parent []byte, tokens []uint32, chunkTokens int, extras ...Extra) (keys [][]byte) {
 	for start := 0; start+chunkTokens <= len(tokens); start += chunkTokens {
 		end := start + chunkTokens
-		preimage := u32(append([]byte(nil), parent[:]...), chunkTokens)
+		preimage := u32(append([]byte(nil), parent...), chunkTokens)
 		for _, token := range tokens[start:end] {
 			preimage = u32(preimage, int(token))
 		}
 		var records []string
 		for _, extra := range extras {
-			records = append(records, extra.record(int64(start), int64(end), parent == Key{}))
+			records = append(records, extra.record(int64(start), int64(end), bytes.Equal(parent, NoParent)))
 		}
 		sort.Strings(records)
 		for i, record := range records {
@@ -70,16 +70,9 @@ func Keys(parent Key, tokens []uint32, chunkTokens int, extras ...Extra) []Key {
 				preimage = append(preimage, record...)
 			}
 		}
-		parent = sha256.Sum256(preimage)
+		key := sha256.Sum256(preimage)
+		parent = key[:]
 		keys = append(keys, parent)
 	}
 	return keys
-}
-
-// Bytes gives the keys as messages carry them.
-func Bytes(keys []Key) (raw [][]byte) {
-	for i := range keys {
-		raw = append(raw, keys[i][:])
-	}
-	return raw
 }

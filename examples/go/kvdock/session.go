@@ -50,8 +50,8 @@ func connect(ctx context.Context, address string) (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	if raw, rawErr := conn.(*net.UnixConn).SyscallConn(); rawErr == nil {
-		err = fmt.Errorf("cannot see who listens at %s", path)
+	err = fmt.Errorf("cannot see who listens at %s", path)
+	if raw, failed := conn.(*net.UnixConn).SyscallConn(); failed == nil {
 		raw.Control(func(fd uintptr) {
 			var peer *syscall.Ucred
 			peer, err = syscall.GetsockoptUcred(int(fd), syscall.SOL_SOCKET, syscall.SO_PEERCRED)
@@ -76,8 +76,11 @@ func Reason(err error) string {
 	return ""
 }
 
-// failure is the error of an ordinary call that failed as a request of a session did.
+// failure is the error that a call by itself would have, and nil for none.
 func failure(e *pb.Error) error {
+	if e == nil {
+		return nil
+	}
 	s, _ := status.New(codes.Code(e.Code), e.Message).WithDetails(&errdetails.ErrorInfo{Domain: "kvdock", Reason: e.Reason, Metadata: e.Metadata})
 	return s.Err()
 }
@@ -90,32 +93,31 @@ type Session struct {
 	err    error // why Done is closed
 	cancel context.CancelFunc
 	stream pb.SessionService_SessionClient
-	sends  sync.Mutex
-	mu     sync.Mutex // of what follows
+	mu     sync.Mutex // of sending, and of lastID
 	lastID uint64
-	calls  map[uint64]chan *pb.SessionResponse
+	calls  sync.Map // from ids to channels for the answers
 }
 
 // Open opens a session. While no server answers it tries again, until ctx ends.
 func (c *Client) Open(ctx context.Context, open *pb.OpenRequest) (*Session, error) {
 	for {
-		s := &Session{Done: make(chan struct{}), calls: map[uint64]chan *pb.SessionResponse{}}
-		var streaming context.Context
-		streaming, s.cancel = context.WithCancel(context.Background())
+		streaming, cancel := context.WithCancel(context.Background())
+		s := &Session{Done: make(chan struct{}), cancel: cancel}
 		stream, err := c.Session(streaming)
 		if s.stream = stream; err == nil {
 			go s.receive()
 			var answer *pb.SessionResponse
 			if answer, err = s.Call(ctx, &pb.SessionRequest{Request: &pb.SessionRequest_Open{Open: open}}); err == nil {
 				s.OpenResponse = answer.GetOpen()
-				go s.beat(streaming)
+				go s.beat()
 				return s, nil
 			}
 		}
-		s.cancel()
-		if status.Code(err) != codes.Unavailable || !sleep(ctx, 100*time.Millisecond) {
+		cancel()
+		if status.Code(err) != codes.Unavailable || ctx.Err() != nil {
 			return nil, err
 		}
+		time.Sleep(100 * time.Millisecond)
 	}
 }
 
@@ -128,21 +130,14 @@ func (s *Session) Call(ctx context.Context, request *pb.SessionRequest) (*pb.Ses
 	s.mu.Lock()
 	s.lastID++
 	request.Id = s.lastID
-	s.calls[request.Id] = answer
-	s.mu.Unlock()
-	s.sends.Lock()
+	s.calls.Store(request.Id, answer)
 	s.stream.Send(request) // if it fails, receive hears why
-	s.sends.Unlock()
+	s.mu.Unlock()
 	select {
 	case response := <-answer:
-		if e := response.GetError(); e != nil {
-			return nil, failure(e)
-		}
-		return response, nil
+		return response, failure(response.GetError())
 	case <-ctx.Done():
-		s.mu.Lock()
-		delete(s.calls, request.Id)
-		s.mu.Unlock()
+		s.calls.Delete(request.Id)
 		return nil, status.FromContextError(ctx.Err()).Err()
 	case <-s.Done:
 		return nil, s.err
@@ -150,11 +145,8 @@ func (s *Session) Call(ctx context.Context, request *pb.SessionRequest) (*pb.Ses
 }
 
 // Lookup says how many chunks, from the first on, are cached, and locks them for one reader.
-func (s *Session) Lookup(ctx context.Context, namespace string, keys []Key) (*pb.LookupResponse, error) {
-	lookup := &pb.LookupRequest{Namespace: namespace, Keys: Bytes(keys)}
-	if deadline, ok := ctx.Deadline(); ok {
-		lookup.TimeoutMs = uint32(time.Until(deadline).Milliseconds()) + 1
-	}
+func (s *Session) Lookup(ctx context.Context, namespace string, keys [][]byte) (*pb.LookupResponse, error) {
+	lookup := &pb.LookupRequest{Namespace: namespace, Keys: keys}
 	r, err := s.Call(ctx, &pb.SessionRequest{Request: &pb.SessionRequest_Lookup{Lookup: lookup}})
 	return r.GetLookup(), err
 }
@@ -178,30 +170,18 @@ func (s *Session) receive() {
 			close(s.Done)
 			return
 		}
-		s.mu.Lock()
-		answer := s.calls[response.Id]
-		delete(s.calls, response.Id)
-		s.mu.Unlock()
-		if answer != nil {
-			answer <- response
+		if answer, ok := s.calls.LoadAndDelete(response.Id); ok {
+			answer.(chan *pb.SessionResponse) <- response
 		} else if lease := response.GetLookup().GetLeaseId(); lease != 0 {
 			go s.Free(context.Background(), lease) // nobody waits for this lookup any more
 		}
 	}
 }
 
-func (s *Session) beat(ctx context.Context) {
-	for sleep(ctx, time.Duration(s.TtlMs)*time.Millisecond/3) {
+func (s *Session) beat() {
+	for err := error(nil); err == nil; {
+		time.Sleep(time.Duration(s.TtlMs) * time.Millisecond / 3)
 		beat := &pb.SessionRequest_Heartbeat{Heartbeat: &pb.HeartbeatRequest{}}
-		s.Call(ctx, &pb.SessionRequest{Request: beat})
-	}
-}
-
-func sleep(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-time.After(d):
-		return true
-	case <-ctx.Done():
-		return false
+		_, err = s.Call(context.Background(), &pb.SessionRequest{Request: beat})
 	}
 }

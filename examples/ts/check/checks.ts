@@ -1,11 +1,13 @@
 // Checks of the whole client against servers that it starts, kills and starts again.
+import { type Metadata, type requestCallback } from "@grpc/grpc-js";
 import assert from "node:assert/strict";
 import { type ChildProcess, spawn } from "node:child_process";
 import { once } from "node:events";
 import { setTimeout as sleep } from "node:timers/promises";
 import { ClearRequest, EvictRequest, ListChunksRequest, type ListChunksResponse, StatusRequest } from "../gen/kvdock/v1/admin.js";
 import { FreeLocksRequest, LockRange, LookupRequest } from "../gen/kvdock/v1/cache.js";
-import { ChunkEventData, ChunkStatus, GroupKind, Namespace } from "../gen/kvdock/v1/types.js";
+import { StreamKVEventsRequest, type StreamKVEventsResponse } from "../gen/kvdock/v1/events.js";
+import { ChunkEventData, ChunkStatus, type ExtraKey, type ExtraValue, GroupKind, Namespace } from "../gen/kvdock/v1/types.js";
 import { call, Engine, KVDock, read } from "../src/client.js";
 import { KVDockError } from "../src/errors.js";
 import { follow, Index } from "../src/index.js";
@@ -61,6 +63,36 @@ async function until(updates: AsyncGenerator<string>, done: (kinds: string[]) =>
     if (value && kinds.at(-1) !== value) kinds.push(value);
   }
   return kinds;
+}
+
+/** Calls a method with bytes that are no message. */
+function sendNoMessage({ cache }: KVDock): Promise<unknown> {
+  const { path } = cache.lookup as unknown as { path: string };
+  const lookup = (request: Buffer, metadata: Metadata, options: object, answer: requestCallback<Buffer>) =>
+    cache.makeUnaryRequest(path, (bytes: Buffer) => bytes, (bytes) => bytes, request, metadata, options, answer);
+  return call(cache, lookup, Buffer.of(0xff));
+}
+
+/** Stores a chunk with all kinds of extra keys, and finds them in its event. */
+async function checkExtraKeys(server: KVDock): Promise<void> {
+  const values: ExtraValue[] = [
+    { value: { $case: "text", value: "adapter" } },
+    { value: { $case: "number", value: -7 } },
+    { value: { $case: "raw", value: Buffer.of(0, 0xff) } },
+  ];
+  const keys: ExtraKey[] = values.map((value) => ({ key: { $case: "value", value } }));
+  keys.push({ key: { $case: "tuple", value: { values } } });
+  const told = ChunkEventData.create({ blockSize: CHUNK_TOKENS, blockHashes: [Buffer.of(1)], extraKeys: [{ keys }] });
+  const chunk = prompt(5, 1);
+  await server.put({ ...chunk, eventData: [told] });
+  const request = StreamKVEventsRequest.create({ start: { $case: "snapshot", value: {} } });
+  for await (const { message } of read<StreamKVEventsResponse>(server.events.streamKvEvents(request))) {
+    assert.equal(message?.$case, "snapshot"); // in which the chunk must be
+    const stored = message.value.stored.flatMap(({ event }) => (event?.$case === "stored" ? [event.value] : []));
+    const found = stored.find(({ key }) => key.equals(chunk.keys[0]!));
+    if (found) return assert.deepEqual(found.data, told);
+  }
+  assert.fail("no event");
 }
 
 export async function checkAll(address: string): Promise<void> {
@@ -131,6 +163,17 @@ export async function checkAll(address: string): Promise<void> {
   assert.equal(session.ended, false);
   row("errors", "UNKNOWN_NAMESPACE twice, WRONG_LENGTH, MESSAGE_TOO_LARGE");
 
+  assert.equal(await reason(sendNoMessage(server)), "INVALID_ARGUMENT_VALUE");
+  row("bytes that are no message", "INVALID_ARGUMENT_VALUE");
+
+  // A session's id is for everybody to see; its token acts for it.
+  const { leaseId } = await session.ask("lookup", LookupRequest.create({ namespace, keys }));
+  const freeAs = (sessionToken: Buffer) => call(server.cache, server.cache.freeLocks,
+    FreeLocksRequest.create({ locks: [LockRange.create({ leaseId })], sessionToken }));
+  assert.equal(await reason(freeAs(Buffer.from(String(session.opened.sessionId)))), "UNKNOWN_SESSION");
+  assert.deepEqual((await freeAs(session.opened.sessionToken)).freed, [{ released: 4 }]);
+  row("a session's secret", "its id as token: UNKNOWN_SESSION; its token frees 4 locks");
+
   // Events with an index.
   let stop = new AbortController();
   let updates = follow(server, index, stop.signal, 200);
@@ -193,6 +236,9 @@ export async function checkAll(address: string): Promise<void> {
   assert.equal((await next.ask("lookup", LookupRequest.create({ namespace, keys }))).hitChunks, 4);
   row("SIGKILL and restart", "a lookup goes on with a new session: 0 hits; put, 4 hits");
   row("events: new epoch", "compacted, snapshot, 4 chunks");
+
+  await checkExtraKeys(server);
+  row("extra keys", "a text, a number, bytes and a tuple are equal in the event");
 
   stop.abort();
   await updates.return(undefined);

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 )
 
 const (
@@ -80,22 +81,32 @@ func check(what string, got, want interface{}) {
 }
 
 // prompt gives the keys of a prompt of so many chunks, and their bytes.
-func prompt(seed uint32, chunks int) (tokens []uint32, keys []kvdock.Key, shards [][]byte) {
+func prompt(seed uint32, chunks int) (tokens []uint32, keys [][]byte, shards [][]byte) {
 	for i := uint32(0); i < uint32(chunks)*chunkTokens; i++ {
 		tokens = append(tokens, seed+i)
 	}
-	keys = kvdock.Keys(kvdock.Key{}, tokens, chunkTokens)
+	keys = kvdock.Keys(kvdock.NoParent, tokens, chunkTokens)
 	for i := range keys {
-		shards = append(shards, bytes.Repeat(keys[i][:], shardBytes/32+1)[:shardBytes])
+		shards = append(shards, bytes.Repeat(keys[i], shardBytes/32+1)[:shardBytes])
 	}
 	return tokens, keys, shards
 }
 
+// prefix says how many chunks of a prompt, from the first on, the index has.
+func prefix(index *kvdock.Index, keys [][]byte) int {
+	for i, key := range keys {
+		if !index.Has(namespace.Name, key, nil) {
+			return i
+		}
+	}
+	return len(keys)
+}
+
 // put stores the chunks from the first on and gives the statuses' names.
-func put(ctx context.Context, client *kvdock.Client, keys []kvdock.Key, shards [][]byte, first int) string {
-	open := &pb.PutOpen{Namespace: namespace.Name, Keys: kvdock.Bytes(keys[first:])}
+func put(ctx context.Context, client *kvdock.Client, keys [][]byte, shards [][]byte, first int) string {
+	open := &pb.PutOpen{Namespace: namespace.Name, Keys: keys[first:]}
 	if first > 0 {
-		open.ParentKey = keys[first-1][:]
+		open.ParentKey = keys[first-1]
 	}
 	statuses, err := client.PutChunks(ctx, open, shards[first:])
 	must(err)
@@ -127,7 +138,7 @@ func all(ctx context.Context, address string, client *kvdock.Client) {
 	must(err)
 	check("lookup of 6 chunks hits", found.HitChunks, uint32(5))
 	check("locked parts", locked(ctx, client), uint64(5))
-	got, err := client.GetChunks(ctx, &pb.GetRequest{Namespace: namespace.Name, Keys: kvdock.Bytes(keys)})
+	got, err := client.GetChunks(ctx, &pb.GetRequest{Namespace: namespace.Name, Keys: keys})
 	must(err)
 	check("get of 6 chunks gives", len(got), 5)
 	check("bytes are equal", bytes.Equal(bytes.Join(got, nil), bytes.Join(shards[:5], nil)), true)
@@ -139,9 +150,22 @@ func all(ctx context.Context, address string, client *kvdock.Client) {
 	check("locks freed again", released, uint32(0))
 	check("locked parts then", locked(ctx, client), uint64(0))
 
+	found, err = session.Lookup(ctx, namespace.Name, keys)
+	must(err)
+	free := &pb.FreeLocksRequest{Locks: []*pb.LockRange{{LeaseId: found.LeaseId}}}
+	free.SessionToken = []byte(fmt.Sprint(session.SessionId)) // what everybody may see
+	_, err = client.FreeLocks(ctx, free)
+	check("a session's id as token", status.Code(err).String()+" "+kvdock.Reason(err), "NotFound UNKNOWN_SESSION")
+	free.SessionToken = session.SessionToken
+	freed, err := client.FreeLocks(ctx, free)
+	must(err)
+	check("its token frees locks", freed.Freed[0].Released, uint32(5))
+
+	_, err = client.Lookup(ctx, &pb.LookupRequest{}, grpc.ForceCodec(noMessage{}))
+	check("bytes that are no message", status.Code(err).String()+" "+kvdock.Reason(err), "InvalidArgument INVALID_ARGUMENT_VALUE")
 	_, err = session.Lookup(ctx, "none", keys)
 	check("error in a session", status.Code(err).String()+" "+kvdock.Reason(err), "NotFound UNKNOWN_NAMESPACE")
-	_, err = client.Lookup(ctx, &pb.LookupRequest{Namespace: "none", Keys: kvdock.Bytes(keys)})
+	_, err = client.Lookup(ctx, &pb.LookupRequest{Namespace: "none", Keys: keys})
 	check("error of a call", status.Code(err).String()+" "+kvdock.Reason(err), "NotFound UNKNOWN_NAMESPACE")
 	_, err = session.Lookup(ctx, namespace.Name, keys)
 	must(err)
@@ -165,7 +189,7 @@ func all(ctx context.Context, address string, client *kvdock.Client) {
 	wait(func() bool { return locked(ctx, client) == 0 })
 	row("whose answer frees", "its lease")
 
-	long := &pb.PutOpen{Namespace: namespace.Name, Keys: kvdock.Bytes(keys[:5])}
+	long := &pb.PutOpen{Namespace: namespace.Name, Keys: keys[:5]}
 	for range long.Keys {
 		told := &pb.ChunkEventData{BlockHashes: [][]byte{make([]byte, 1<<20-100)}, BlockSize: chunkTokens}
 		long.EventData = append(long.EventData, told)
@@ -185,7 +209,7 @@ func all(ctx context.Context, address string, client *kvdock.Client) {
 	must(err)
 	index := new(kvdock.Index)
 	go client.Follow(ctx, index)
-	wait(func() bool { return index.Prefix(namespace, keys) == 6 })
+	wait(func() bool { return prefix(index, keys) == 6 })
 	found, err = session.Lookup(ctx, namespace.Name, keys)
 	must(err)
 	kill(server)
@@ -198,7 +222,7 @@ func all(ctx context.Context, address string, client *kvdock.Client) {
 	released, err = session.Free(ctx, found.LeaseId)
 	must(err)
 	check("locks left of the old life", released, uint32(0))
-	wait(func() bool { life, parts, _ := index.State(); return life == session.Epoch && parts == 0 })
+	wait(func() bool { life, parts, _ := index.State(); return life == session.Epoch && len(parts) == 0 })
 	row("index of the new life", "empty, by a new snapshot")
 	_, err = session.Call(ctx, &pb.SessionRequest{Request: &pb.SessionRequest_RegisterNamespace{RegisterNamespace: register}})
 	must(err)
@@ -206,11 +230,18 @@ func all(ctx context.Context, address string, client *kvdock.Client) {
 	found, err = session.Lookup(ctx, namespace.Name, keys)
 	must(err)
 	check("lookup there hits", found.HitChunks, uint32(6))
-	wait(func() bool { return index.Prefix(namespace, keys) == 6 })
+	wait(func() bool { return prefix(index, keys) == 6 })
 	row("index there", "6 chunks, without another snapshot")
 	kill(server)
 	route(ctx, address)
 }
+
+// noMessage is a codec that sends bytes which are no message.
+type noMessage struct{}
+
+func (noMessage) Marshal(interface{}) ([]byte, error) { return []byte{0xff}, nil }
+func (noMessage) Unmarshal([]byte, interface{}) error { return nil }
+func (noMessage) Name() string                        { return "proto" }
 
 func locked(ctx context.Context, client *kvdock.Client) uint64 {
 	answer, err := client.Status(ctx, &pb.StatusRequest{})
@@ -229,7 +260,7 @@ func wait(done func() bool) {
 }
 
 // events follows the server, on which there are 5 chunks of the prompt, and leaves 6 there.
-func events(ctx context.Context, client *kvdock.Client, keys []kvdock.Key, shards [][]byte) uint64 {
+func events(ctx context.Context, client *kvdock.Client, keys [][]byte, shards [][]byte) uint64 {
 	index := new(kvdock.Index)
 	follow := func() (stop func()) {
 		following, cancel := context.WithCancel(ctx)
@@ -238,32 +269,61 @@ func events(ctx context.Context, client *kvdock.Client, keys []kvdock.Key, shard
 		return func() { cancel(); <-ended }
 	}
 	stop := follow()
-	wait(func() bool { return index.Prefix(namespace, keys) == 5 })
+	wait(func() bool { return prefix(index, keys) == 5 })
+	extraKeys(ctx, client)
 	check("event: one chunk more", put(ctx, client, keys, shards, 5), "map[STORED:1]")
-	wait(func() bool { return index.Prefix(namespace, keys) == 6 })
+	wait(func() bool { return prefix(index, keys) == 6 })
 	_, other, otherShards := prompt(3000, 2+logCount+1) // one more than the log keeps after the first 2
 	stop()
 	put(ctx, client, other[:2], otherShards[:2], 0)
 	stop = follow()
-	wait(func() bool { return index.Prefix(namespace, other) == 2 })
+	wait(func() bool { return prefix(index, other) == 2 })
 	_, _, snapshots := index.State()
 	check("snapshots after a resume", snapshots, 1)
 	stop()
 	put(ctx, client, other, otherShards, 2)
 	stop = follow()
-	wait(func() bool { return index.Prefix(namespace, other) == len(other) })
+	wait(func() bool { return prefix(index, other) == len(other) })
 	_, parts, snapshots := index.State()
 	check("snapshots after compaction", snapshots, 2)
-	check("parts then", parts, 6+len(other))
+	check("parts then", len(parts), 7+len(other))
 	_, err := client.Clear(ctx, &pb.ClearRequest{Scope: &pb.ClearRequest_Namespace{Namespace: namespace.Name}})
 	must(err)
-	wait(func() bool { _, parts, _ := index.State(); return parts == 0 })
+	wait(func() bool { _, parts, _ := index.State(); return len(parts) == 0 })
 	check("event: cleared, put anew", put(ctx, client, keys, shards, 0), "map[STORED:6]")
-	wait(func() bool { return index.Prefix(namespace, keys) == 6 })
+	wait(func() bool { return prefix(index, keys) == 6 })
 	epoch, _, snapshots := index.State()
 	check("snapshots at the end", snapshots, 2)
 	stop()
 	return epoch
+}
+
+// extraKeys stores a chunk with what its block's hash commits to, and finds that in the event.
+func extraKeys(ctx context.Context, client *kvdock.Client) {
+	text := &pb.ExtraValue{Value: &pb.ExtraValue_Text{Text: "adapter"}}
+	number := &pb.ExtraValue{Value: &pb.ExtraValue_Number{Number: -7}}
+	raw := &pb.ExtraValue{Value: &pb.ExtraValue_Raw{Raw: []byte{0, 0xff}}}
+	tuple := &pb.ExtraTuple{Values: []*pb.ExtraValue{text, number, raw}}
+	extra := &pb.ExtraKeys{Keys: []*pb.ExtraKey{{Key: &pb.ExtraKey_Value{Value: text}}, {Key: &pb.ExtraKey_Value{Value: number}},
+		{Key: &pb.ExtraKey_Value{Value: raw}}, {Key: &pb.ExtraKey_Tuple{Tuple: tuple}}}}
+	told := &pb.ChunkEventData{BlockHashes: [][]byte{{1}}, BlockSize: chunkTokens, ExtraKeys: []*pb.ExtraKeys{extra}}
+	_, keys, shards := prompt(4000, 1)
+	start := &pb.StreamKVEventsRequest_Now{Now: &pb.StartNow{}}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := client.StreamKVEvents(ctx, &pb.StreamKVEventsRequest{Start: start})
+	must(err)
+	message, err := stream.Recv() // a progress mark: the stream has begun
+	must(err)
+	open := &pb.PutOpen{Namespace: namespace.Name, Keys: keys, EventData: []*pb.ChunkEventData{told}}
+	_, err = client.PutChunks(ctx, open, shards)
+	must(err)
+	for len(message.GetBatch().GetEvents()) == 0 {
+		message, err = stream.Recv()
+		must(err)
+	}
+	event := message.GetBatch().Events[0].GetStored()
+	check("extra keys in its event", bytes.Equal(event.Key, keys[0]) && proto.Equal(event.Data, told), true)
 }
 
 // route starts three servers, of which the second has most of a prompt, and asks the router.

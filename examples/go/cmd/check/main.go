@@ -38,14 +38,14 @@ func main() {
 			must(err)
 			chunks = append(chunks, data)
 		}
-		statuses, err := client.PutChunks(ctx, &pb.PutOpen{Namespace: rest[0], Keys: kvdock.Bytes(keys)}, chunks)
+		statuses, err := client.PutChunks(ctx, &pb.PutOpen{Namespace: rest[0], Keys: keys}, chunks)
 		must(err)
 		for _, status := range statuses {
 			check("", status, pb.ChunkStatus_CHUNK_STATUS_STORED)
 		}
 	case verb == "get" && len(rest) == 2:
 		keys, files := readList(rest[1])
-		chunks, err := client.GetChunks(ctx, &pb.GetRequest{Namespace: rest[0], Keys: kvdock.Bytes(keys)})
+		chunks, err := client.GetChunks(ctx, &pb.GetRequest{Namespace: rest[0], Keys: keys})
 		must(err)
 		check("", len(chunks), len(keys))
 		for i, data := range chunks {
@@ -56,18 +56,31 @@ func main() {
 		must(err)
 		index := new(kvdock.Index)
 		go func() { must(client.Follow(ctx, index)) }()
-		for ; len(index.Keys(rest[0])) < count; time.Sleep(10 * time.Millisecond) {
+		parts := partsOf(index, rest[0])
+		for ; len(parts) < count; parts = partsOf(index, rest[0]) {
+			time.Sleep(10 * time.Millisecond)
 		}
-		for _, key := range index.Keys(rest[0]) {
-			fmt.Println(hex.EncodeToString(key[:]))
+		for _, part := range parts {
+			fmt.Println(hex.EncodeToString([]byte(part.Key)))
 		}
 	default:
 		log.Fatalf("no such verb with so many arguments: %s", strings.Join(os.Args[2:], " "))
 	}
 }
 
+// partsOf gives the parts of one namespace.
+func partsOf(index *kvdock.Index, namespace string) (parts []kvdock.Part) {
+	_, held, _ := index.State()
+	for _, part := range held {
+		if part.Namespace == namespace {
+			parts = append(parts, part)
+		}
+	}
+	return parts
+}
+
 // readList reads lines of a key and the path of the file with its bytes.
-func readList(path string) (keys []kvdock.Key, files []string) {
+func readList(path string) (keys [][]byte, files []string) {
 	list, err := os.ReadFile(path)
 	must(err)
 	for _, line := range strings.Split(strings.TrimSpace(string(list)), "\n") {
@@ -77,11 +90,11 @@ func readList(path string) (keys []kvdock.Key, files []string) {
 	return keys, files
 }
 
-func unhex(text string) (key kvdock.Key) {
+func unhex(text string) []byte {
 	raw, err := hex.DecodeString(text)
 	must(err)
-	check("", copy(key[:], raw), len(key))
-	return key
+	check("", len(raw), 32)
+	return raw
 }
 
 func checkKeys(path string) {
@@ -121,7 +134,7 @@ func checkKeys(path string) {
 		}
 		var keys []string
 		for _, key := range kvdock.Keys(unhex(vector.Parent), vector.TokenIDs, vector.ChunkTokens, extras...) {
-			keys = append(keys, hex.EncodeToString(key[:]))
+			keys = append(keys, hex.EncodeToString(key))
 		}
 		if got, want := strings.Join(keys, " "), strings.Join(vector.Keys, " "); got != want {
 			log.Fatalf("keys of %q are %s, not %s", vector.Name, got, want)

@@ -33,8 +33,8 @@ func prefix(ctx context.Context, address, name string, prompt []uint32) (int, er
 	go func() { failed <- client.Follow(ctx, index) }()
 	for {
 		if epoch, _, _ := index.State(); epoch != 0 {
-			keys := kvdock.Keys(kvdock.Key{}, prompt, int(namespace.ChunkTokens))
-			return index.Prefix(namespace, keys), nil
+			keys := kvdock.Keys(kvdock.NoParent, prompt, int(namespace.ChunkTokens))
+			return hit(index, namespace, keys), nil
 		}
 		select {
 		case err := <-failed:
@@ -42,6 +42,36 @@ func prefix(ctx context.Context, address, name string, prompt []uint32) (int, er
 		case <-time.After(10 * time.Millisecond):
 		}
 	}
+}
+
+// hit says how many of a prompt's chunks, from the first on, a lookup would find; see docs/events.md.
+func hit(index *kvdock.Index, namespace *pb.Namespace, keys [][]byte) int {
+	// Whatever its kind, a group without part i has no hit between i and a longer one that needs it.
+	n, chunk := len(keys), int(namespace.ChunkTokens)
+	for pass, again := 0, true; again; pass++ {
+		again = false
+		for _, group := range namespace.Groups {
+			first := 0
+			switch group.Kind {
+			case pb.GroupKind_GROUP_KIND_FULL_ATTENTION:
+				if pass > 0 {
+					continue // what it has of n chunks, it has of fewer
+				}
+			case pb.GroupKind_GROUP_KIND_SLIDING_WINDOW:
+				if first = (n*chunk - int(group.WindowTokens) + 1) / chunk; first == n {
+					first = n - 1 // even a window of one token needs a part
+				}
+			case pb.GroupKind_GROUP_KIND_RECURRENT_STATE:
+				first = n - 1
+			}
+			for i := n - 1; i >= first && i >= 0; i-- {
+				if !index.Has(namespace.Name, keys[i], group.GroupIdx) {
+					n, again = i, true
+				}
+			}
+		}
+	}
+	return n
 }
 
 // find gives a registered namespace by its name.
