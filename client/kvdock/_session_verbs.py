@@ -373,24 +373,36 @@ def _commit_pieces(
     chunks: Sequence[int] | None,
     seconds: float,
 ) -> Steps[list[ChunkStatus]]:
-    """``wanted`` has for each reservation id the chunks as place in ``chunks`` and own index."""
+    """Commits piece by piece. If one has no answer, the rest are committed all the same.
+
+    ``wanted`` has for each reservation id the chunks as place in ``chunks`` and own index.
+    """
     until = time.monotonic() + seconds
     found: list[ChunkStatus] = [ChunkStatus.FAILED] * len(chunks or ())
     unknown: list[UnknownReservation] = []
-    for number, named in wanted.items():
-        own = None if named is None else [index for _, index in named]
-        try:
-            statuses = yield _sender(verbs, _always(_commit(number, own)), until)
-        except UnknownReservation as error:
-            if named is not None:
-                raise
-            unknown.append(error)  # no chunk of this one is still open
-            continue
-        if named is None:
-            found += statuses
-        else:
-            for (place, _), status in zip(named, statuses, strict=True):
-                found[place] = status
+    left = [
+        (named, _commit(number, None if named is None else [own for _, own in named]))
+        for number, named in wanted.items()
+    ]
+    try:
+        while left:
+            named, call = left.pop(0)
+            try:
+                statuses = yield _sender(verbs, _always(call), until)
+            except UnknownReservation as error:
+                if named is not None:
+                    raise
+                unknown.append(error)  # no chunk of this one is still open
+                continue
+            if named is None:
+                found += statuses
+            else:
+                for (place, _), status in zip(named, statuses, strict=True):
+                    found[place] = status
+    except BaseException:
+        for _, call in left:
+            verbs.submit(call.request)
+        raise
     if unknown and len(unknown) == len(wanted):
         raise unknown[0]
     return found

@@ -112,6 +112,20 @@ def test_commit_of_what_is_still_open_after_a_whole_piece_was_committed(address:
             session.commit(reservation, **MORE_SECONDS)
 
 
+@pytest.mark.parametrize("chunks", [None, range(MANY)])
+def test_commit_without_time_is_carried_out(address: str, chunks: range | None) -> None:
+    with (
+        kvdock.Client(address, timeout=SECONDS) as client,
+        client.session(role="worker") as session,
+    ):
+        reservation = session.reserve("n", KEYS, event_data=DATA, **MORE_SECONDS)
+        with pytest.raises(DeadlineExceeded):
+            session.commit(reservation, chunks, timeout=0)
+        # The server answers a session in order.
+        session.register_namespace(NAMESPACE, **MORE_SECONDS)
+        assert stored(client) == MANY
+
+
 def test_abort_without_time_gives_all_back(address: str) -> None:
     with (
         kvdock.Client(address, timeout=SECONDS) as client,
