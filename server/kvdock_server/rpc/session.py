@@ -181,6 +181,7 @@ class _SessionStream:
             except StopAsyncIteration:
                 return
             except MessageTooLargeError as error:
+                self._session.last_seen = self._core.clock()
                 await self.write(
                     pb.SessionResponse(id=_first_id(error.begin), error=to_proto(error))
                 )
