@@ -10,12 +10,14 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from kvdock.channel import MAX_MESSAGE_BYTES
+from kvdock.errors import KVDockError
 from kvdock.v1 import types_pb2
 
 T = TypeVar("T")
 
 Steps = Generator[Callable[[], Any], Any, T]
-"""A call that takes several requests. It yields what sends each, and is sent the answer."""
+"""A call that takes several requests. It yields what sends each. The answer is sent to it, or the
+error is thrown into it."""
 
 # For what a message has beside its chunks: a namespace's name, handles, tokens, tags and lengths.
 _ROOM_BYTES = 16 << 10
@@ -43,7 +45,7 @@ def pieces(
     blocks, rest = divmod(len(block_ids), len(keys) or 1)
     if rest or len(event_data) not in (0, len(keys)):
         return whole
-    each = blocks * _varint_bytes(max(block_ids, default=0))
+    each = blocks * _varint_bytes(int(max(block_ids, default=0)))
     sizes = [len(key) + _KEY_FRAME_BYTES + each for key in keys]
     if event_data:
         told = [data.ByteSize() + _DATA_FRAME_BYTES for data in event_data]
@@ -66,7 +68,12 @@ def in_turn(steps: Steps[T]) -> T:
     try:
         send = next(steps)
         while True:
-            send = steps.send(send())
+            try:
+                answer = send()
+            except KVDockError as error:
+                send = steps.throw(error)
+            else:
+                send = steps.send(answer)
     except StopIteration as end:
         result: T = end.value
         return result
@@ -79,7 +86,12 @@ async def in_turn_async(steps: Steps[T]) -> T:
     try:
         send = next(steps)
         while True:
-            send = steps.send(await send())
+            try:
+                answer = await send()
+            except KVDockError as error:
+                send = steps.throw(error)
+            else:
+                send = steps.send(answer)
     except StopIteration as end:
         result: T = end.value
         return result

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from kvdock import _verbs
 from kvdock._pieces import Piece, Steps, in_turn, pieces
 from kvdock._verbs import Call, Request, Response, Result, within_limits
-from kvdock.errors import InvalidArgument
+from kvdock.errors import InvalidArgument, UnknownReservation
 from kvdock.types import (
     ChunkEventData,
     ChunkResult,
@@ -373,25 +373,53 @@ def _commit_pieces(
     chunks: Sequence[int] | None,
     seconds: float,
 ) -> Steps[list[ChunkStatus]]:
-    """``wanted`` has for each reservation id the chunks as place in ``chunks`` and own index."""
+    """Commits piece by piece. If one has no answer, the rest are committed all the same.
+
+    ``wanted`` has for each reservation id the chunks as place in ``chunks`` and own index.
+    """
     until = time.monotonic() + seconds
     found: list[ChunkStatus] = [ChunkStatus.FAILED] * len(chunks or ())
-    for number, named in wanted.items():
-        own = None if named is None else [index for _, index in named]
-        statuses = yield _sender(verbs, _always(_commit(number, own)), until)
-        if named is None:
-            found += statuses
-        else:
-            for (place, _), status in zip(named, statuses, strict=True):
-                found[place] = status
+    unknown: list[UnknownReservation] = []
+    left = [
+        (named, _commit(number, None if named is None else [own for _, own in named]))
+        for number, named in wanted.items()
+    ]
+    try:
+        while left:
+            named, call = left.pop(0)
+            try:
+                statuses = yield _sender(verbs, _always(call), until)
+            except UnknownReservation as error:
+                if named is not None:
+                    raise
+                unknown.append(error)  # no chunk of this one is still open
+                continue
+            if named is None:
+                found += statuses
+            else:
+                for (place, _), status in zip(named, statuses, strict=True):
+                    found[place] = status
+    except BaseException:
+        for _, call in left:
+            verbs.submit(call.request)
+        raise
+    if unknown and len(unknown) == len(wanted):
+        raise unknown[0]
     return found
 
 
 def _abort_pieces(verbs: SessionVerbs, reservation: Reservation, seconds: float) -> Steps[int]:
+    """Aborts piece by piece. If one has no answer, the rest are aborted all the same."""
     until = time.monotonic() + seconds
     aborted = 0
-    for number in reservation.ids:
-        aborted += yield _sender(verbs, _always(_abort(number)), until)
+    left = list(reservation.ids)
+    try:
+        while left:
+            aborted += yield _sender(verbs, _always(_abort(left.pop(0))), until)
+    except BaseException:
+        for number in left:
+            verbs.submit(cache_pb2.AbortRequest(reservation_id=number))
+        raise
     return aborted
 
 

@@ -10,10 +10,12 @@ status code decides.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
@@ -308,15 +310,21 @@ def _make(code: grpc.StatusCode, message: str, told: _Details) -> KVDockError:
 
 
 def _details(trailing_metadata: Iterable[tuple[str, bytes]] | None) -> _Details:
-    """What the details of a failed call say; nothing if they are not of our domain."""
+    """What the details of a failed call say; nothing if they are not of our domain.
+
+    A proxy may write them, too. What is no message of ours must not hide the call's own error.
+    """
     info, retry = ErrorInfo(), RetryInfo()
     for key, value in trailing_metadata or ():
         if key != _DETAILS_KEY:
             continue
-        for detail in Status.FromString(value).details:
-            if not detail.Unpack(info):
-                detail.Unpack(retry)
+        with contextlib.suppress(DecodeError):
+            for detail in Status.FromString(value).details:
+                if not detail.Unpack(info):
+                    detail.Unpack(retry)
     if info.domain != ERROR_DOMAIN:
         return _Details()
-    retry_after = retry.retry_delay.ToTimedelta().total_seconds() or None
-    return _Details(info.reason, dict(info.metadata), retry_after)
+    delay = retry.retry_delay
+    # By hand: a timedelta does not hold every duration.
+    seconds = delay.seconds + delay.nanos / 1e9
+    return _Details(info.reason, dict(info.metadata), seconds if seconds > 0 else None)

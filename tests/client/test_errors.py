@@ -53,6 +53,28 @@ def test_the_reason_decides_on_both_ways(reason: str) -> None:
         assert error.message == "what to do"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "retry_after"), [(2, 2.0), (0, None), (-5, None), (1 << 60, float(1 << 60))]
+)
+def test_any_delay_may_be_told(seconds: int, retry_after: float | None) -> None:
+    retry = RetryInfo()
+    retry.retry_delay.seconds = seconds
+    info = ErrorInfo(domain="kvdock", reason="DRAINING")
+    call = errors.from_rpc_error(
+        FailedCall(grpc.StatusCode.UNAVAILABLE, "stopping", info, retry), "host:1"
+    )
+    assert (type(call), call.retry_after) == (errors.Draining, retry_after)
+
+
+def test_details_that_cannot_be_decoded_hide_no_error() -> None:
+    class FromAProxy(FailedCall):
+        def trailing_metadata(self) -> list[tuple[str, bytes | str]]:
+            return [("grpc-status-details-bin", b"\xff")]
+
+    call = errors.from_rpc_error(FromAProxy(grpc.StatusCode.DEADLINE_EXCEEDED, "late"), "host:1")
+    assert type(call) is errors.DeadlineExceeded
+
+
 def test_what_is_told_for_programs_comes_on_both_ways() -> None:
     info = ErrorInfo(domain="kvdock", reason="DRAINING", metadata={"limit": "7"})
     retry = RetryInfo()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.message import Message
 from hypothesis import given
@@ -18,7 +19,7 @@ from kvdock._pieces import pieces
 from kvdock._session_verbs import SessionVerbs
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.channel import MAX_MESSAGE_BYTES
-from kvdock.errors import DeadlineExceeded, InvalidArgument
+from kvdock.errors import DeadlineExceeded, InvalidArgument, UnknownReservation
 from kvdock.types import ChunkResult
 from kvdock.v1 import cache_pb2, types_pb2
 
@@ -26,6 +27,7 @@ MANY = 16_384
 KEYS = [hashlib.sha256(n.to_bytes(4)).digest() for n in range(MANY)]
 DATA = [ChunkEventData(token_ids=bytes(1 << 10))] * MANY
 SHARD = 64
+NAMESPACE = Namespace("n", 16, 1, (Group(shard_bytes=(SHARD,)),))
 
 SECONDS = 60.0
 MORE_SECONDS = {"timeout": SECONDS}
@@ -35,7 +37,7 @@ MORE_SECONDS = {"timeout": SECONDS}
 def address(start_server: Callable[..., Any]) -> str:
     server = start_server("--event-log", "64MiB")
     with kvdock.Client(server.address) as client:
-        client.register_namespace(Namespace("n", 16, 1, (Group(shard_bytes=(SHARD,)),)))
+        client.register_namespace(NAMESPACE)
     return str(server.address)
 
 
@@ -92,6 +94,50 @@ def test_reserve_and_commit(address: str) -> None:
         assert rest == [ChunkStatus.STORED] * (MANY - 4)
         assert stored(client) == MANY
         assert session.abort(reservation) == 0
+
+
+def test_commit_of_what_is_still_open_after_a_whole_piece_was_committed(address: str) -> None:
+    with (
+        kvdock.Client(address, timeout=SECONDS) as client,
+        client.session(role="worker") as session,
+    ):
+        reservation = session.reserve("n", KEYS, event_data=DATA, **MORE_SECONDS)
+        first = reservation.pieces[0][1]
+        session.commit(reservation, range(first), **MORE_SECONDS)
+        assert stored(client) == first
+        rest = session.commit(reservation, **MORE_SECONDS)
+        assert rest == [ChunkStatus.STORED] * (MANY - first)
+        assert stored(client) == MANY
+        with pytest.raises(UnknownReservation):
+            session.commit(reservation, **MORE_SECONDS)
+
+
+@pytest.mark.parametrize("chunks", [None, range(MANY)])
+def test_commit_without_time_is_carried_out(address: str, chunks: range | None) -> None:
+    with (
+        kvdock.Client(address, timeout=SECONDS) as client,
+        client.session(role="worker") as session,
+    ):
+        reservation = session.reserve("n", KEYS, event_data=DATA, **MORE_SECONDS)
+        with pytest.raises(DeadlineExceeded):
+            session.commit(reservation, chunks, timeout=0)
+        # The server answers a session in order.
+        session.register_namespace(NAMESPACE, **MORE_SECONDS)
+        assert stored(client) == MANY
+
+
+def test_abort_without_time_gives_all_back(address: str) -> None:
+    with (
+        kvdock.Client(address, timeout=SECONDS) as client,
+        client.session(role="worker") as session,
+    ):
+        reservation = session.reserve("n", KEYS, event_data=DATA, **MORE_SECONDS)
+        assert client.status().pool.reserved_bytes > 0
+        with pytest.raises(DeadlineExceeded):
+            session.abort(reservation, timeout=0)
+        # The server answers a session in order.
+        session.register_namespace(NAMESPACE, **MORE_SECONDS)
+        assert client.status().pool.reserved_bytes == 0
 
 
 async def test_reserve_commit_and_abort_with_asyncio(address: str) -> None:
@@ -164,6 +210,12 @@ def test_what_is_reserved_is_given_back_if_a_later_piece_fails() -> None:
     with pytest.raises(DeadlineExceeded):
         verbs.reserve("n", KEYS, event_data=DATA)
     assert verbs.given_back == [cache_pb2.AbortRequest(reservation_id=n) for n in (1, 2)]
+
+
+def test_block_ids_of_numpy() -> None:
+    verbs = Recorder()
+    verbs.store("n", KEYS[:2], list(np.arange(4)))
+    assert joined(verbs.requests, "block_ids") == [0, 1, 2, 3]
 
 
 def test_what_fits_is_one_request() -> None:

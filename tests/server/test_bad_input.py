@@ -245,6 +245,17 @@ def test_a_session_goes_on_after_a_message_over_the_limit(wire: Wire) -> None:
     session.close()
 
 
+def test_a_message_over_the_limit_is_a_sign_of_life(wire: Wire) -> None:
+    session = WireSession(wire, ttl_ms=1_000)
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        large = cache_pb2.FreeLocksRequest(session_token=bytes(5 << 20))
+        assert session.error(free_locks=large).reason == "MESSAGE_TOO_LARGE"
+        time.sleep(0.2)
+    assert session.ask(heartbeat=session_pb2.HeartbeatRequest()).HasField("heartbeat")
+    session.close()
+
+
 def test_a_message_that_grpc_refuses_ends_the_stream(wire: Wire) -> None:
     session = WireSession(wire)
     free = cache_pb2.FreeLocksRequest(session_token=bytes(33 << 20))

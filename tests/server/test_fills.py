@@ -300,6 +300,22 @@ async def test_who_is_about_to_register_is_waited_for(engine: Engine, late: int)
     assert [engine.is_filled(reader) for reader in range(3)] == [True] * 3
 
 
+async def test_a_reader_that_gives_up_while_its_leader_registers_is_not_filled(
+    engine: Engine,
+) -> None:
+    await engine.leave(0)
+    session = engine.core.open_session(engine_id="one", role=Role.WORKER, worker_id=0)
+    lease = engine.lookup()
+    asking = asyncio.create_task(engine.ask(1, lease))
+    await asyncio.sleep(0.02)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    engine.workers[0] = await engine.worker(0, 0, session=session)
+    assert await engine.lead(lease) == [RETRIEVED] * 4
+    assert [engine.is_filled(reader) for reader in range(3)] == [True, False, True]
+
+
 @pytest.mark.parametrize("late", [0, 1])
 async def test_nobody_waits_longer_than_its_time_for_who_is_about_to_register(
     engine: Engine, late: int, monkeypatch: pytest.MonkeyPatch

@@ -6,13 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from kvdock.v1 import session_pb2 as pb
 from kvdock.v1 import session_pb2_grpc
 from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
 from kvdock_server.core import sessions
+from kvdock_server.encoding import first_message, read_varint
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.rpc import limits, verbs
 from kvdock_server.rpc.decoding import MessageTooLargeError
@@ -26,6 +25,9 @@ logger = logging.getLogger(__name__)
 _OPEN_SECONDS = 5.0
 # With so many copies under way, the server reads no further request of the session.
 _COPIES_AT_ONCE = 64
+# Of a message without a known request at most so many fields are looked at. It can have more than a
+# million, and looking at all of them would hold up every other client.
+_MOST_FIELDS = 64
 _ID_TAG = bytes([pb.SessionRequest.ID_FIELD_NUMBER << 3])
 # Refused if nobody awaits the answer any more: it would grant something that somebody would have to
 # give back. (Store and Retrieve have a deadline of their own.)
@@ -142,26 +144,23 @@ def _first_id(begin: bytes) -> int:
     """The id with which an encoded request begins, 0 if it begins with something else."""
     if begin[:1] != _ID_TAG:
         return 0
-    end = next((index for index, byte in enumerate(begin[1:], 2) if byte < 0x80), 0)
-    return pb.SessionRequest.FromString(begin[:end]).id
+    found = read_varint(begin, 1)
+    return 0 if found is None else found[0]
 
 
 def _unknown(request: pb.SessionRequest) -> RequestError:
     """The error of a message without a request, or with one of a newer version of the protocol."""
-    unknown = UnknownFieldSet(request)
-    fields = [unknown[index] for index in range(len(unknown))]
-    # A request is a message, which has protobuf's wire type 2.
-    numbers = [field.field_number for field in fields if field.wire_type == 2]
-    if not numbers:
+    number = first_message(request.SerializeToString(), most_fields=_MOST_FIELDS)
+    if number is None:
         return invalid(
             "the message has no request: set one of the fields of its oneof, for example heartbeat",
             "request",
         )
     return RequestError(
         Reason.UNKNOWN_REQUEST,
-        f"request {numbers[0]} is not known to this server ({__version__}): do without it; the "
+        f"request {number} is not known to this server ({__version__}): do without it; the "
         "server's features say what there is",
-        request=numbers[0],
+        request=number,
     )
 
 
@@ -182,6 +181,7 @@ class _SessionStream:
             except StopAsyncIteration:
                 return
             except MessageTooLargeError as error:
+                self._session.last_seen = self._core.clock()
                 await self.write(
                     pb.SessionResponse(id=_first_id(error.begin), error=to_proto(error))
                 )

@@ -6,6 +6,7 @@ locked by the readers.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -146,7 +147,13 @@ class DeviceLoads:
         chunks, leader = call.chunks, call.filled_by
         asked = _check_asked(session, call)
         until = deadline(call.timeout_ms, call.deadline_ns, self._core.clock())
-        await self._memory.wait_for(session, [leader], until)
+        self._core.lease_namespace(session, chunks.lease_id)  # raises FOREIGN_LEASE
+        try:
+            await self._memory.wait_for(session, [leader], until)
+        except asyncio.CancelledError:
+            # The leader, which may come later, must not touch this reader's blocks.
+            self._free(session, call)
+            raise
         seconds = DEFAULT_ASK_SECONDS
         if math.isfinite(until):
             seconds = until - self._core.clock()
@@ -172,11 +179,7 @@ class DeviceLoads:
             statuses = await fill.ask(seconds)
         finally:
             self._fills.forget(fill)
-            locks = LockRange(
-                chunks.lease_id, chunks.first_chunk, chunks.end_chunk, call.reader, chunks.group_idx
-            )
-            # At once: a call that is cancelled does not come back for the rest.
-            at_once(self._core.free_locks_in_steps(session, [locks]))
+            self._free(session, call)
         failed = [ChunkStatus.FAILED] * asked
         if statuses is None:
             logger.warning(
@@ -192,6 +195,15 @@ class DeviceLoads:
             )  # fmt: skip
             return failed
         return statuses
+
+    def _free(self, session: Session, call: AwaitFillCall) -> None:
+        """Free the reader's locks on the range."""
+        chunks = call.chunks
+        locks = LockRange(
+            chunks.lease_id, chunks.first_chunk, chunks.end_chunk, call.reader, chunks.group_idx
+        )
+        # At once: a call that is cancelled does not come back for the rest.
+        at_once(self._core.free_locks_in_steps(session, [locks]))
 
     def _named(self, session: Session, call: RetrieveCall, locked: LockedShards) -> dict[int, Fill]:
         """The shares of the readers in also_fill, by reader; RequestError if the list is wrong."""
