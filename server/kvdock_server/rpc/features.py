@@ -7,7 +7,9 @@ from kvdock_server.core import Core
 EVENT_LOG = "event_log"
 
 MOST_FEATURES = 64
-"""Of one client. Each has at most so many characters, too."""
+"""The most that a client may name."""
+MOST_FEATURE_CHARACTERS = 64
+"""The longest name of a feature."""
 
 
 def features(core: Core) -> list[str]:

@@ -15,7 +15,7 @@ from kvdock_server.encoding import first_message, read_varint
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.rpc import limits, verbs
 from kvdock_server.rpc.decoding import MessageTooLargeError
-from kvdock_server.rpc.features import MOST_FEATURES, features
+from kvdock_server.rpc.features import MOST_FEATURE_CHARACTERS, features
 from kvdock_server.rpc.grpc_errors import Context, abort, as_request_error, to_proto
 from kvdock_server.service.service import Service
 from kvdock_server.tiers.host.pool import Pool
@@ -91,11 +91,11 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             raise invalid("the first message of a session must be open")
         request = first.open
         limits.check(request)
-        if any(len(name) > MOST_FEATURES for name in request.features):
+        if any(len(name) > MOST_FEATURE_CHARACTERS for name in request.features):
             raise invalid(
-                f"a name in features of more than {MOST_FEATURES} characters",
+                f"a name in features of more than {MOST_FEATURE_CHARACTERS} characters",
                 "features",
-                MOST_FEATURES,
+                MOST_FEATURE_CHARACTERS,
             )
         if request.role not in (role.value for role in sessions.Role):
             raise invalid(f"role {request.role}: say which part of the engine this is", "role")
