@@ -45,7 +45,7 @@ class Lookups:
 
     def end_step(self, has_forward: bool) -> None:
         """Ends a step's questions. ``has_forward`` is whether the engine computes in the step."""
-        self._wait.begin_step(is_idle=not has_forward)
+        self._wait.begin_step(time.monotonic(), is_idle=not has_forward)
 
     def ask(self, record: Record) -> None:
         """Looks a request up, if it has whole chunks and there is a server to ask."""
@@ -93,8 +93,8 @@ class Lookups:
         began = time.monotonic()
         settled = lookup.poll(seconds)
         if seconds > 0:
-            in_vain = lookup.state is State.ASKED
-            self._wait.waited(time.monotonic() - began, in_vain=in_vain)
+            now = time.monotonic()
+            self._wait.waited(now, now - began, in_vain=lookup.state is State.ASKED)
         if settled:
             self._count(lookup)
 
