@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -33,9 +32,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from connectors import connected, keep_log, run_child
 from gpukit import LOAD, STORE, Link, Remote
 from report import Row, print_report
-from serverkit import ServerProcess
 
 from kvdock import Client
 
@@ -111,68 +110,23 @@ def main() -> int:
 
 def run(engine: Engine, prompts: int, seconds: float) -> tuple[dict[str, Any], str]:
     """Run an engine. What its process measured before it ended, and why it failed, if it did."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if engine.v1_runner:
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if engine.v1_runner else {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-bench-")))
-        transfer: dict[str, Any] | None = None
-        server: ServerProcess | None = None
-        if engine.name == "native":
-            extra: dict[str, Any] = {"cpu_bytes_to_use": POOL_GIB << 30}
-            transfer = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
-        elif engine.name != "plain":
-            server = stack.enter_context(ServerProcess(folder, memory=f"{POOL_GIB}GiB"))
-            transfer = {
-                "kv_connector": "KVDockConnector",
-                "kv_connector_module_path": "kvdock_vllm.connector",
-                "kv_connector_extra_config": {"kvdock.address": server.address},
-            }
-        if transfer is not None:
-            transfer["kv_role"] = "kv_both"
+        kind = engine.name.removesuffix("-block-major")
+        connection = stack.enter_context(connected(kind, folder, POOL_GIB))
         plan = {
-            "kv_transfer_config": transfer,
+            "kv_transfer_config": connection.transfer_config,
             "lengths": {name: LENGTHS[name] for name in engine.lengths},
             "prompts": prompts,
             "batches": engine.batches,
         }
-        (folder / "plan.json").write_text(json.dumps(plan))
-        log = folder / "engine.log"
-        command = [sys.executable, str(CHILD)]
-        command += [str(folder / "plan.json"), str(folder / "result.json")]
-        failure = ""
-        with log.open("wb") as output:
-            try:
-                status = subprocess.run(
-                    command,
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=seconds,
-                    check=False,
-                ).returncode
-                if status:
-                    failure = f"status {status}"
-            except subprocess.TimeoutExpired:
-                failure = f"not done after {seconds:.0f} s"
-        found = folder / "result.json"
-        result: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {}
-        keep_log(engine, log.read_text(errors="replace"), server)
-        if server is not None and not failure:
-            with Client(server.address) as client:
+        result, failure = run_child(CHILD, plan, folder, seconds, environment)
+        keep_log(engine.name, folder / "engine.log", connection.server)
+        if connection.server is not None and not failure:
+            with Client(connection.server.address) as client:
                 result["server"] = str(client.status())
-        if failure:
-            failure += "\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         return result, failure
-
-
-def keep_log(engine: Engine, text: str, server: ServerProcess | None) -> None:
-    """Keep the logs in the folder named by the environment variable BENCH_LOGS, if there is one."""
-    folder = os.environ.get("BENCH_LOGS")
-    if folder:
-        (Path(folder) / f"{engine.name}.log").write_text(text[-2_000_000:])
-        if server is not None:
-            (Path(folder) / f"{engine.name}-server.log").write_text(server.log_text)
 
 
 def first_token_rows(name: str, results: dict[str, dict[str, Any]], ceiling: float) -> list[Row]:
