@@ -37,6 +37,13 @@ class Connection:
     server: ServerProcess | None = None
     """KVDock's."""
 
+    def pinned_by(self, on_cpu: bool = False) -> str:
+        """Who pins the pool for CUDA: "worker", "nobody", or the server's address."""
+        if self.server is None or self.transfer_config is None or on_cpu:
+            return "nobody"
+        shared = "kvdock.transfer_mode" in self.transfer_config["kv_connector_extra_config"]
+        return "worker" if shared else self.server.address
+
 
 def installed(kind: str) -> bool:
     """Whether a peer can be run here; True for what comes with vLLM and KVDock."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from modelkit import random_prompt
+from pinkit import WorkerPinning, wait_until_pinned
 from stepped_engine import LLAMA_8B, Sample, Setup, SteppedEngine
 
 CACHE_TOKENS = 36_864
@@ -44,6 +45,8 @@ class Plan:
     """Number of prompts of each length."""
     batches: int
     """How often to run the batch."""
+    pinned_by: str
+    """Who pins the pool: "worker", "nobody", or the address of KVDock's server."""
 
 
 @dataclass
@@ -56,6 +59,8 @@ class Result:
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     first_hit: Sample | None = None
     """The engine's first load, which includes everything that is set up only once."""
+    pinned: str = ""
+    """How long the first measurement waited for the pool to be pinned."""
     control_differs: bool = False
     """True if other tokens in the middle of a prompt change the answer."""
     batch_rates: list[float] = field(default_factory=list)
@@ -98,7 +103,7 @@ class Engine(SteppedEngine):
         return rate, [gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.99)]]
 
 
-def measure(engine: Engine, plan: Plan, result: Result) -> Iterator[None]:
+def measure(engine: Engine, plan: Plan, pinning: WorkerPinning, result: Result) -> Iterator[None]:
     """Make the measurements one after another, and fill in ``result``."""
     has_connector = plan.kv_transfer_config is not None
 
@@ -118,6 +123,7 @@ def measure(engine: Engine, plan: Plan, result: Result) -> Iterator[None]:
             fill()
             engine.ask(warm_up)
     result.first_hit = engine.first_hit
+    result.pinned = wait_until_pinned(plan.pinned_by, pinning)
     yield
     for name, tokens in plan.lengths.items():
         samples: dict[str, list[Sample]] = {"cold": [], "gpu": []}
@@ -150,11 +156,12 @@ def measure(engine: Engine, plan: Plan, result: Result) -> Iterator[None]:
 def main() -> None:
     plan = Plan(**json.loads(Path(sys.argv[1]).read_text()))
     target = Path(sys.argv[2])
+    pinning = WorkerPinning()
     started = time.perf_counter()
     engine = Engine(plan, target.parent / "model")
     result = Result(time.perf_counter() - started, engine.runner, engine.cudagraph_mode)
     print(f"engine up in {result.start_seconds:.1f} s", flush=True)
-    for _ in measure(engine, plan, result):
+    for _ in measure(engine, plan, pinning, result):
         # These figures count even if a later measurement fails.
         target.write_text(json.dumps(asdict(result)))
         print(f"{time.perf_counter() - started:.1f} s", flush=True)

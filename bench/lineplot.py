@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 64, 190, 44, 52
+WIDTH, HEIGHT = 760, 400
+LEFT, RIGHT, TOP, BOTTOM = 64, 230, 44, 52
 # Seven colours that differ for colour-blind readers too, and that stand out from white and black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56a4d9", "#8c8c8c")
 DASHES = ("", "7 4", "2 3")

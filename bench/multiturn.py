@@ -44,6 +44,7 @@ from multiturn_figures import (
 from report import Row, print_report
 from rich.console import Console
 from rich.table import Table
+from serverkit import ServerError
 
 from kvdock import Client
 
@@ -114,7 +115,10 @@ def main() -> int:
         seconds = min(arguments.each_seconds, deadline - began)
         run, failure = None, "no time is left for it (--seconds)"
         if seconds > 0:
-            run, failure = measure(column, work, gib, seconds, arguments.cpu)
+            try:
+                run, failure = measure(column, work, gib, seconds, arguments.cpu)
+            except ServerError as error:
+                failure = str(error)
         if run is None:
             say(f"{column.title}: {failure}")
             rows.append(Row(f"{column.title}: failed", "", bound="runs", holds=False))
@@ -166,8 +170,7 @@ def measure(
             "kv_transfer_config": connection.transfer_config,
             "work": asdict(work),
             "on_cpu": on_cpu,
-            "address": server.address if server is not None else None,
-            "shared": column.kind == "kvdock-shared",
+            "pinned_by": connection.pinned_by(on_cpu),
         }
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} if on_cpu else {}
         result, failure = run_child(CHILD, plan, folder, seconds, environment)

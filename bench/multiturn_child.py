@@ -6,9 +6,7 @@ python bench/multiturn_child.py PLAN.json RESULT.json
 from __future__ import annotations
 
 import json
-import logging
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,13 +14,10 @@ from typing import Any
 
 from conversations import Check, Request, Run, Work
 from modelkit import random_prompt
+from pinkit import WorkerPinning, wait_until_pinned
 from stepped_engine import Setup, SteppedEngine
 
-from kvdock import Client
-
 CHECKS = 2
-PIN_SECONDS = 60.0
-POLL_SECONDS = 0.05
 NAME_WIDTH = len("t00u000")
 
 
@@ -33,10 +28,8 @@ class Plan:
     kv_transfer_config: dict[str, Any] | None
     work: Work
     on_cpu: bool
-    address: str | None
-    """KVDock's server, if there is one."""
-    shared: bool
-    """Whether the engine's own process pins the pool."""
+    pinned_by: str
+    """Who pins the pool: "worker", "nobody", or the address of KVDock's server."""
 
 
 @dataclass
@@ -162,40 +155,11 @@ class Load:
         return self._live.get(internal_name[:NAME_WIDTH])
 
 
-class Pinning(logging.Handler):
-    """Notices when KVDock's worker in this process has pinned the pool."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.done = threading.Event()
-        logger = logging.getLogger("kvdock_vllm.engine.device.pinning")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("pinned the pool"):
-            self.done.set()
-
-
-def wait_until_pinned(plan: Plan, pinning: Pinning) -> str:
-    """Waits until copies run at the link's speed; in words, how long."""
-    if plan.address is None or plan.on_cpu:
-        return "nothing to wait for"
-    began = time.monotonic()
-    with Client(plan.address) as client:
-        while (waited := time.monotonic() - began) < PIN_SECONDS:
-            pool = client.status().pool
-            if pinning.done.is_set() if plan.shared else pool.pinned_bytes == pool.total_bytes:
-                return f"pinned after {waited:.1f} s"
-            time.sleep(POLL_SECONDS)
-    return f"NOT all pinned after {waited:.1f} s"
-
-
 def main() -> None:
     found = json.loads(Path(sys.argv[1]).read_text())
     plan = Plan(**{**found, "work": Work(**found["work"])})
     work, target = plan.work, Path(sys.argv[2])
-    pinning = Pinning()
+    pinning = WorkerPinning()
     began = time.perf_counter()
     setup = Setup(
         plan.kv_transfer_config,
@@ -221,8 +185,9 @@ def main() -> None:
     for question in checked:
         engine.ask(question)
     warm_up_seconds = time.perf_counter() - began - start_seconds
-    run = Run(start_seconds, warm_up_seconds, wait_until_pinned(plan, pinning), engine.runner)
-    print(f"engine up in {start_seconds:.1f} s, {run.pinned}", flush=True)
+    pinned = wait_until_pinned(plan.pinned_by, pinning)
+    run = Run(start_seconds, warm_up_seconds, pinned, engine.runner)
+    print(f"engine up in {start_seconds:.1f} s, {pinned}", flush=True)
     Load(engine, work, run).carry_out()
     ended = time.perf_counter()
     engine.settle()
