@@ -34,7 +34,8 @@ from statistics import median
 from typing import Any
 
 from connectors import connected, keep_log, run_child
-from gpukit import LOAD, STORE, Link, Remote
+from geometries import LOAD, STORE
+from gpukit import Link, Remote
 from report import Row, print_report
 
 from kvdock import Client

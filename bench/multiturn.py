@@ -41,8 +41,7 @@ from multiturn_figures import (
     mean_parts,
     slowest,
 )
-from report import Row, print_report
-from rich.console import Console
+from report import Row, console, print_report
 from rich.table import Table
 from serverkit import ServerError
 
@@ -234,10 +233,7 @@ def show_figures(found: dict[str, Figures], titles: dict[str, str]) -> None:
     by_turn: list[Any] = [[f"{value * 1e3:.0f}" for value in of.by_turn] for of in found.values()]
     for turn, values in enumerate(zip(*by_turn, strict=True), 1):
         table.add_row(f"turn {turn}, p50", *values)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=180)
-    console.print(table)
+    console().print(table)
 
 
 def say(text: str) -> None:
