@@ -66,20 +66,29 @@ class Pauseless:
         self._copy = copy
         self._stop = threading.Event()
         self._moved = [0] * callers
+        self._failures: list[Exception] = []
         self._started = time.perf_counter()
         self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(callers)]
         for thread in self._threads:
             thread.start()
 
     def _run(self, number: int) -> None:
-        while not self._stop.is_set():
-            self._moved[number] += self._copy()
+        try:
+            while not self._stop.is_set():
+                self._moved[number] += self._copy()
+        except Exception as error:
+            self._failures.append(error)
 
     def stop(self) -> float:
-        """End with the calls under way; bytes a second of all callers together."""
+        """End with the calls under way; bytes a second of all callers together.
+
+        Raises what a call raised.
+        """
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        if self._failures:
+            raise self._failures[0]
         return sum(self._moved) / (time.perf_counter() - self._started)
 
 
@@ -206,6 +215,7 @@ class SharedCallPath(CallPath):
     def _register(self) -> str:
         self._transfers.prepare(self._worker)
         self._transfers.expect(self._worker, self._target)
+        wait_for_pool(self._client, lambda pool: pool.ready_bytes)
         return f"SHARED: {self._pinning.wait()}"
 
     def _copy_in(self, keys: list[bytes], ids: list[int]) -> list[str]:

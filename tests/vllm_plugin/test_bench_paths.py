@@ -14,6 +14,8 @@ from geometries import LOAD, STORE, Case, Geometry
 from gpukit import Worker
 from serverkit import ServerProcess
 
+from kvdock_vllm.engine.copier import CopyStoppedError
+
 GEOMETRY = Geometry("small", layers=3, page_bytes=1024, block_tokens=16)
 Open = Callable[[Case, str], CopyPath]
 
@@ -73,6 +75,16 @@ def test_a_load_that_brings_nothing_is_found(
     monkeypatch.setattr("copy_paths.SharedCallPath.once", lambda path, direction, chunks: 1.0)
     with pytest.raises(RuntimeError, match="what was loaded is not what was stored"):
         gpu_modes.compare(Case(GEOMETRY, "one pitch", "random"), worker.open, worker, busy=False)
+
+
+def test_a_call_that_fails_is_no_slow_call(server: ServerProcess) -> None:
+    worker = LocalWorker(server)
+    worker.make(Case(GEOMETRY, "one pitch", "random"))
+    path = worker.open(worker.case, SHARED)
+    path.close()
+    path.start(STORE, 2)
+    with pytest.raises(CopyStoppedError):
+        path.stop(STORE)
 
 
 class FixedPath(CopyPath):
