@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import geometries
 import gpu_chunk_sizes
 import gpu_modes
+import numpy as np
 import pytest
+import torch
 from copy_paths import SHARED, CopyPath
 from geometries import LOAD, STORE, Case, Geometry
 from gpukit import Worker
 from serverkit import ServerProcess
 
+from kvdock.types import BlockRegion, DeviceAllocation, GroupMemory
 from kvdock_vllm.engine.copier import CopyStoppedError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server" / "transfer"))
+from host_driver import UUID
+
+sys.path.insert(0, str(Path(__file__).parent))
+from host_device_server import HANDLE
 
 GEOMETRY = Geometry("small", layers=3, page_bytes=1024, block_tokens=16)
 Open = Callable[[Case, str], CopyPath]
@@ -66,6 +78,49 @@ def test_both_modes_are_measured_beside_python_that_runs(server: ServerProcess) 
     rows = gpu_modes.compare(case, worker.open, worker, busy=True)
     assert sum("beside busy Python" in row.what for row in rows) == 3
     assert worker._busy is None
+
+
+class HostDeviceWorker(LocalWorker):
+    """Its cache is a file that the server takes for a device's memory, so both modes are real."""
+
+    def __init__(self, address: str, device: Path, case: Case) -> None:
+        Worker.__init__(self, "cpu")
+        self._address = address
+        geometry = case.geometry
+        shape = (geometry.layers, geometry.cache_blocks, geometry.page_bytes)
+        with device.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self._tensors = list(torch.from_numpy(np.frombuffer(self._memory, np.uint8).reshape(shape)))
+
+    def make(self, case: Case) -> None:
+        self._case = case
+        for tensor in self._tensors:
+            tensor.random_(0, 256)
+
+    def export(self) -> tuple[Any, Any]:
+        geometry, base = self.case.geometry, self._tensors[0].data_ptr()
+        regions = tuple(
+            BlockRegion(0, tensor.data_ptr() - base, tensor.stride(0), geometry.page_bytes)
+            for tensor in self._tensors
+        )
+        group = GroupMemory(None, geometry.cache_blocks, geometry.blocks_per_chunk, regions)
+        return [DeviceAllocation(HANDLE, len(self._memory), UUID)], [group]
+
+    def open(self, case: Case, mode: str) -> CopyPath:
+        how = self.connect(self._address, mode)
+        assert how.startswith(mode)
+        return self._paths.pop(mode)
+
+
+def test_both_modes_over_one_cache(start_server: Callable[..., Any], tmp_path: Path) -> None:
+    case = Case(GEOMETRY, "one pitch", "random")
+    device = tmp_path / "device"
+    device.write_bytes(bytes(GEOMETRY.cache_blocks * GEOMETRY.block_bytes))
+    program = [str(Path(__file__).parent / "host_device_server.py"), str(device)]
+    server = start_server(program=program)
+    worker = HostDeviceWorker(server.address, device, case)
+    rows = gpu_modes.compare(case, worker.open, worker, busy=False)
+    assert len(rows) == 3
 
 
 def test_a_load_that_brings_nothing_is_found(
