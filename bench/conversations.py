@@ -60,13 +60,13 @@ SMALL = Work(
     turns=3,
     in_flight=3,
     system_tokens=128,
-    first_tokens=624,
-    next_tokens=96,
+    first_tokens=368,
+    next_tokens=64,
     answer_tokens=16,
-    cache_tokens=2560,
+    cache_tokens=1792,
     step_tokens=512,
-    filler_tokens=1600,
-    checked_tokens=1025,
+    filler_tokens=1200,
+    checked_tokens=513,
 )
 """For a CPU. The same relations, but for answers, which are longer: they are compared."""
 

@@ -202,10 +202,8 @@ class Worker:
         """
         path: CallPath
         if mode == SHARED:
-            import torch
-
             self._pinning.again()
-            device = torch.device(self._device)
+            device = self._tensors[0].device
             path = SharedCallPath(address, self.case, self.layout(), device, self._pinning)
         else:
             path = ServerCallPath(address, self.case, self.export())

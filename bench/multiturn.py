@@ -137,7 +137,11 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engines", help=f"of {GPU_ENGINES}")
-    parser.add_argument("--cpu", action="store_true", help="a small model; checks all answers")
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="a small model; checks all answers",
+    )
     parser.add_argument("--small", action="store_true", help="less work (as --cpu does)")
     for field in fields(Work):
         name = f"--{field.name.replace('_', '-')}"

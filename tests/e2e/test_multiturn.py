@@ -22,7 +22,7 @@ WORK = Work(users=2, turns=2, in_flight=2)
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
-    "KVDOCK_LONG_TESTS" not in os.environ, reason="takes half a minute: set KVDOCK_LONG_TESTS"
+    "KVDOCK_LONG_TESTS" not in os.environ, reason="takes a minute: set KVDOCK_LONG_TESTS"
 )
 def test_on_the_cpu_all_answers_are_those_without_connector(tmp_path: Path) -> None:
     plot, found = tmp_path / "plot.svg", tmp_path / "found.json"
