@@ -214,6 +214,8 @@ class SimulatedEngine:
             **arguments,
         }
         self.config = EngineArgs(**settings).create_engine_config()
+        # The CPU platform turns it off, for reasons that are not the scheduler's.
+        self.config.scheduler_config.async_scheduling = async_scheduling
         self.config.cache_config.block_size = BLOCK_TOKENS
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.groups = groups
@@ -228,8 +230,6 @@ class SimulatedEngine:
             _Rank(self.config, self.kv_cache_config, groups, rank, mla)
             for rank in range(tensor_size)
         ]
-        # The CPU platform turns it off, for reasons that are not the scheduler's.
-        self.config.scheduler_config.async_scheduling = async_scheduling
         self._overlap = async_scheduling
         self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             vllm_config=self.config,
@@ -309,13 +309,15 @@ class SimulatedEngine:
         self._batch(output)
         reports = [self._run_rank(rank, output) for rank in self.ranks]
         result = self._sample(output)
+        busy = output.total_num_scheduled_tokens > 0
         outputs = [copy.copy(result) for _ in reports]
         for one, report in zip(outputs, reports, strict=True):
-            one.kv_connector_output = report
-        aggregated = self._aggregator.aggregate(outputs)
+            # Where nothing is computed, vLLM passes on only what says something.
+            one.kv_connector_output = report if busy or not report.is_empty() else None
+        alone = len(outputs) == 1
+        aggregated = outputs[0] if alone else self._aggregator.aggregate(outputs)
         assert aggregated is not None
         self._pending.append((output, aggregated))
-        busy = output.total_num_scheduled_tokens > 0
         goes_on = busy or self.scheduler.has_requests()
         while len(self._pending) > (1 if self._overlap and goes_on else 0):
             self._process(*self._pending.popleft())

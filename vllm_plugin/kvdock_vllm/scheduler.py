@@ -24,6 +24,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvdock_vllm import ended_loads
 from kvdock_vllm.blocks import blocks_written, follow_blocks
 from kvdock_vllm.config import Config
 from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
@@ -73,7 +74,8 @@ class SchedulerHalf:
 
         Raises ValueError for what is not supported.
         """
-        _set_load_failure_policy(vllm_config.kv_transfer_config)
+        transfer: Any = vllm_config.kv_transfer_config
+        _set_load_failure_policy(transfer)
         self._shapes = shapes
         self._save_decode = config.save_decode
         # A load begins where whole blocks of every group are computed.
@@ -98,6 +100,8 @@ class SchedulerHalf:
         self.loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
         describe = EventDescriber(vllm_config, kv_cache_config).describe
         self.stores = Stores(shapes, read_scope, describe, workers=strategy.world_size)
+        self._ended_loads = ended_loads.of_engine(str(transfer.engine_id))
+        self._ended_loads.has_reader = True
         self.holds = Holds()
         self._stores_at_the_end = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
         # For the next step's metadata.
@@ -247,6 +251,9 @@ class SchedulerHalf:
     # -- ends -----------------------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        # vLLM reads it after this hook.
+        if ended := self._ended_loads.take(self.loads.under_way):
+            output.finished_recving = ended.union(output.finished_recving or ())
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
             if report.descriptions:

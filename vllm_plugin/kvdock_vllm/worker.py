@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from kvdock.types import TransferMode
+from kvdock_vllm import ended_loads
 from kvdock_vllm.config import Config
 from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.jobs import Outcomes
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 # A lone engine that computes nothing waits for loads. It looks for new requests this often.
 _IDLE_WAIT_SECONDS = 0.005
+# In the step that begins a load, where steps overlap: enough to send the request for the bytes. vLLM
+# acts on nothing before the next step, and pauses before it. So that one waits for the load's end.
+_FIRST_WAIT_SECONDS = 0.001
 # vLLM acts on an ended load one step later. One of several workers may have reported the load a
 # step before the last worker.
 _NEWS_STEPS = 2
@@ -71,6 +75,8 @@ class WorkerHalf:
         self._outcomes = Outcomes()
         self._mode_changes: SimpleQueue[tuple[TransferMode, int]] = SimpleQueue()
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.steps_alone else 0.0
+        self._ended_loads = ended_loads.of_engine(str(transfer.engine_id))
+        self._steps_overlap = bool(vllm_config.scheduler_config.async_scheduling)
         self._steps_with_news = 0
         """Steps until vLLM has acted on loads that have ended."""
 
@@ -150,21 +156,33 @@ class WorkerHalf:
         :meth:`take_failed_blocks` and :meth:`take_failed_loads` must follow in the same step.
         """
         idle = metadata is not None and not metadata.has_forward
+        has_news = self._steps_with_news or self._ended_loads
         if idle:
             # Some versions of vLLM skip wait_for_save in a step without computation.
             self.stores.begin()
         if metadata is not None and metadata.has_waiting:
             self.stores.free_held()
-        may_wait = idle and self.loads.under_way and not self._steps_with_news
+        may_wait = idle and self.loads.under_way and not has_news
         something_ended = self.link.something_ended
         if may_wait and self._idle_wait:
-            something_ended.wait(self._idle_wait)
+            begins = self._tells_at_once and self._steps_overlap and metadata.loads
+            something_ended.wait(_FIRST_WAIT_SECONDS if begins else self._idle_wait)
         something_ended.clear()
         self.loads.report(self._outcomes)
         self.stores.report(self._outcomes)
         loaded, self._outcomes.loaded = self._outcomes.loaded, set()
+        filled, self._outcomes.filled = self._outcomes.filled, set()
+        if self._tells_at_once:
+            # Which blocks a load has not filled only vLLM can be told.
+            self._ended_loads.put(filled)
+            loaded -= filled
         self._steps_with_news = _NEWS_STEPS if loaded else max(0, self._steps_with_news - 1)
         return self.stores.take_read(), loaded
+
+    @property
+    def _tells_at_once(self) -> bool:
+        """Whether the scheduler's half hears here, and not from vLLM, which loads succeeded."""
+        return self._ended_loads.has_reader and self._strategy.world_size == 1
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that a load did not fill, since the last call. Only for models of one group: of
@@ -185,7 +203,9 @@ class WorkerHalf:
             self._has_told_description = True
             report.descriptions = (self.description,)
         self._outcomes.stores = {}
-        return report if report.stores or report.descriptions else None
+        # Without a report vLLM may not ask the scheduler's half in this step.
+        has_loads = self._tells_at_once and (self.loads.under_way or self._ended_loads)
+        return report if report.stores or report.descriptions or has_loads else None
 
     def take_stats(self) -> Stats | None:
         stats = Stats()

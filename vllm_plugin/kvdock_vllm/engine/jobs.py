@@ -27,6 +27,8 @@ class Outcomes:
 
     loaded: set[str] = field(default_factory=set)
     """Requests whose load has ended."""
+    filled: set[str] = field(default_factory=set)
+    """Those of them whose load has filled all blocks."""
     failed_blocks: set[int] = field(default_factory=set)
     failed_loads: set[str] = field(default_factory=set)
     stores: dict[int, StoreOutcome] = field(default_factory=dict)

@@ -1,0 +1,47 @@
+"""A request is computed in the step after the one in which its load ended."""
+
+from __future__ import annotations
+
+import pytest
+from simkit import C, StartEngine, prompt, slow_copies
+from simulator import SimulatedEngine
+
+
+def steps_until_computed(engine: SimulatedEngine) -> int:
+    """The steps from the one in which a load ends to the one that computes its request."""
+    tokens = prompt(4 * C)
+    engine.generate(tokens)
+    engine.forget()
+    request = engine.add("loads", tokens)
+    loads = engine.ranks[0].connector.worker_half.loads
+    while request.status.name == "WAITING":
+        engine.step()
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
+    while loads.under_way:
+        engine.step()
+    steps = 0
+    while request.status.name == "WAITING_FOR_REMOTE_KVS":
+        engine.step()
+        steps += 1
+    engine.run()
+    outcome = engine.outcomes["loads"]
+    assert outcome.tokens == engine.expected(tokens, 1)
+    assert outcome.num_cached_tokens == 4 * C
+    return steps
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_vllm_computes_in_the_step_after_a_load_has_ended(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    slow_copies(monkeypatch, 0.02)
+    assert steps_until_computed(start_engine(async_scheduling=async_scheduling)) == 1
+
+
+def test_a_scheduler_in_another_process_hears_it_from_vllm(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_copies(monkeypatch, 0.02)
+    engine = start_engine(async_scheduling=True)
+    engine.ranks[0].connector.worker_half._ended_loads.has_reader = False
+    assert steps_until_computed(engine) == 2
