@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # A lone engine that computes nothing waits for loads. It looks for new requests this often.
 _IDLE_WAIT_SECONDS = 0.005
-# In the step that begins a load, where steps overlap: enough to send the request for the bytes. vLLM
-# acts on nothing before the next step, and pauses before it. So that one waits for the load's end.
+# In the step that begins a load, where steps overlap: enough to ask for the bytes. vLLM acts on
+# nothing before the next step, and pauses before it. So that step waits for the load's end.
 _FIRST_WAIT_SECONDS = 0.001
 # vLLM acts on an ended load one step later. One of several workers may have reported the load a
 # step before the last worker.
@@ -156,18 +156,14 @@ class WorkerHalf:
         :meth:`take_failed_blocks` and :meth:`take_failed_loads` must follow in the same step.
         """
         idle = metadata is not None and not metadata.has_forward
-        has_news = self._steps_with_news or self._ended_loads
         if idle:
             # Some versions of vLLM skip wait_for_save in a step without computation.
             self.stores.begin()
         if metadata is not None and metadata.has_waiting:
             self.stores.free_held()
-        may_wait = idle and self.loads.under_way and not has_news
-        something_ended = self.link.something_ended
-        if may_wait and self._idle_wait:
-            begins = self._tells_at_once and self._steps_overlap and metadata.loads
-            something_ended.wait(_FIRST_WAIT_SECONDS if begins else self._idle_wait)
-        something_ended.clear()
+        if metadata is not None and idle and self.loads.under_way:
+            self._wait_for_loads(begins=bool(metadata.loads))
+        self.link.something_ended.clear()
         self.loads.report(self._outcomes)
         self.stores.report(self._outcomes)
         loaded, self._outcomes.loaded = self._outcomes.loaded, set()
@@ -178,6 +174,18 @@ class WorkerHalf:
             loaded -= filled
         self._steps_with_news = _NEWS_STEPS if loaded else max(0, self._steps_with_news - 1)
         return self.stores.take_read(), loaded
+
+    def _wait_for_loads(self, *, begins: bool) -> None:
+        """In a step without computation, unless vLLM is about to act on a load. ``begins``: this
+        step begins one.
+        """
+        if self._steps_with_news or self._ended_loads:
+            return
+        seconds = self._idle_wait
+        if begins and self._steps_overlap and self._tells_at_once:
+            seconds = min(seconds, _FIRST_WAIT_SECONDS)
+        if seconds:
+            self.link.something_ended.wait(seconds)
 
     @property
     def _tells_at_once(self) -> bool:
