@@ -7,11 +7,13 @@ from simkit import C, StartEngine, prompt, slow_copies
 from simulator import SimulatedEngine
 
 
-def steps_until_computed(engine: SimulatedEngine) -> int:
+def steps_until_computed(engine: SimulatedEngine, *, busy: bool = False) -> int:
     """The steps from the one in which a load ends to the one that computes its request."""
     tokens = prompt(4 * C)
     engine.generate(tokens)
     engine.forget()
+    if busy:
+        engine.add("runs", prompt(5, seed=1), max_tokens=1000)
     request = engine.add("loads", tokens)
     loads = engine.ranks[0].connector.worker_half.loads
     while request.status.name == "WAITING":
@@ -23,6 +25,8 @@ def steps_until_computed(engine: SimulatedEngine) -> int:
     while request.status.name == "WAITING_FOR_REMOTE_KVS":
         engine.step()
         steps += 1
+    if busy:
+        engine.abort("runs")
     engine.run()
     outcome = engine.outcomes["loads"]
     assert outcome.tokens == engine.expected(tokens, 1)
@@ -31,11 +35,16 @@ def steps_until_computed(engine: SimulatedEngine) -> int:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("busy", [False, True])
 def test_vllm_computes_in_the_step_after_a_load_has_ended(
-    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+    start_engine: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    async_scheduling: bool,
+    busy: bool,
 ) -> None:
     slow_copies(monkeypatch, 0.02)
-    assert steps_until_computed(start_engine(async_scheduling=async_scheduling)) == 1
+    engine = start_engine(async_scheduling=async_scheduling)
+    assert steps_until_computed(engine, busy=busy) == 1
 
 
 def test_a_scheduler_in_another_process_hears_it_from_vllm(
@@ -43,5 +52,6 @@ def test_a_scheduler_in_another_process_hears_it_from_vllm(
 ) -> None:
     slow_copies(monkeypatch, 0.02)
     engine = start_engine(async_scheduling=True)
+    engine.connector.scheduler_half._ended_loads = None
     engine.ranks[0].connector.worker_half._ended_loads.has_reader = False
     assert steps_until_computed(engine) == 2

@@ -1,4 +1,4 @@
-"""Tells the scheduler's half of a load's end at once, where its worker is in the same process.
+"""Lets the scheduler's half ask for ended loads itself, where its worker is in the same process.
 
 vLLM tells it too late there. With async scheduling it acts on a step's outcome only after the next
 step was begun, and in one process that next step is begun after the first has come back. So the
@@ -7,34 +7,31 @@ request would wait for a whole step more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from weakref import WeakValueDictionary
+from collections.abc import Callable
 
 
 class EndedLoads:
-    """Requests whose load has filled all blocks. Both halves use it on the engine's thread."""
+    """The ended loads of one worker. Both halves use it on the engine's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, take: Callable[[], set[str]]) -> None:
+        self.take = take
+        """Requests whose load has filled all blocks, each once."""
         self.has_reader = False
-        """The scheduler's half is in this process."""
-        self._request_ids: set[str] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._request_ids)
-
-    def put(self, request_ids: Iterable[str]) -> None:
-        self._request_ids.update(request_ids)
-
-    def take(self, under_way: Collection[str]) -> set[str]:
-        """Those of the loads ``under_way`` that have ended, each once."""
-        taken = self._request_ids.intersection(under_way)
-        self._request_ids -= taken
-        return taken
+        """The scheduler's half takes them."""
 
 
-_of_engines: WeakValueDictionary[str, EndedLoads] = WeakValueDictionary()
+_offered: dict[str, EndedLoads] = {}
+"""By engine_id. vLLM makes an engine's worker before its scheduler."""
 
 
-def of_engine(engine_id: str) -> EndedLoads:
-    """The same object for both halves of an engine, if they are in one process."""
-    return _of_engines.setdefault(engine_id, EndedLoads())
+def offer(engine_id: str, loads: EndedLoads) -> None:
+    """The only worker of an engine offers its loads."""
+    _offered[engine_id] = loads
+
+
+def find(engine_id: str) -> EndedLoads | None:
+    """What the engine's only worker offered in this process. Whoever finds it must take it."""
+    loads = _offered.pop(engine_id, None)
+    if loads is not None:
+        loads.has_reader = True
+    return loads

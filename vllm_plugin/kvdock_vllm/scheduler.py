@@ -100,8 +100,8 @@ class SchedulerHalf:
         self.loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
         describe = EventDescriber(vllm_config, kv_cache_config).describe
         self.stores = Stores(shapes, read_scope, describe, workers=strategy.world_size)
-        self._ended_loads = ended_loads.of_engine(str(transfer.engine_id))
-        self._ended_loads.has_reader = True
+        alone = strategy.world_size == 1
+        self._ended_loads = ended_loads.find(str(transfer.engine_id)) if alone else None
         self.holds = Holds()
         self._stores_at_the_end = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
         # For the next step's metadata.
@@ -251,8 +251,8 @@ class SchedulerHalf:
     # -- ends -----------------------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        # vLLM reads it after this hook.
-        if ended := self._ended_loads.take(self.loads.under_way):
+        if self._ended_loads is not None and (ended := self._ended_loads.take()):
+            # vLLM reads it after this hook.
             output.finished_recving = ended.union(output.finished_recving or ())
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):

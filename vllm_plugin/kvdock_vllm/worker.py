@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvdock.types import TransferMode
 from kvdock_vllm import ended_loads
 from kvdock_vllm.config import Config
+from kvdock_vllm.ended_loads import EndedLoads
 from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.jobs import Outcomes
 from kvdock_vllm.engine.layout import GroupLayout
@@ -75,7 +76,9 @@ class WorkerHalf:
         self._outcomes = Outcomes()
         self._mode_changes: SimpleQueue[tuple[TransferMode, int]] = SimpleQueue()
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.steps_alone else 0.0
-        self._ended_loads = ended_loads.of_engine(str(transfer.engine_id))
+        self._ended_loads = EndedLoads(self._take_filled)
+        if self._strategy.world_size == 1:
+            ended_loads.offer(str(transfer.engine_id), self._ended_loads)
         self._steps_overlap = bool(vllm_config.scheduler_config.async_scheduling)
         self._steps_with_news = 0
         """Steps until vLLM has acted on loads that have ended."""
@@ -166,12 +169,10 @@ class WorkerHalf:
         self.link.something_ended.clear()
         self.loads.report(self._outcomes)
         self.stores.report(self._outcomes)
-        loaded, self._outcomes.loaded = self._outcomes.loaded, set()
-        filled, self._outcomes.filled = self._outcomes.filled, set()
-        if self._tells_at_once:
-            # Which blocks a load has not filled only vLLM can be told.
-            self._ended_loads.put(filled)
-            loaded -= filled
+        loaded, self._outcomes.failed_to_load = self._outcomes.failed_to_load, set()
+        if not self._ended_loads.has_reader:
+            loaded |= self._outcomes.filled
+            self._outcomes.filled = set()
         self._steps_with_news = _NEWS_STEPS if loaded else max(0, self._steps_with_news - 1)
         return self.stores.take_read(), loaded
 
@@ -179,18 +180,19 @@ class WorkerHalf:
         """In a step without computation, unless vLLM is about to act on a load. ``begins``: this
         step begins one.
         """
-        if self._steps_with_news or self._ended_loads:
+        if self._steps_with_news or self._outcomes.filled:
             return
         seconds = self._idle_wait
-        if begins and self._steps_overlap and self._tells_at_once:
+        if begins and self._steps_overlap and self._ended_loads.has_reader:
             seconds = min(seconds, _FIRST_WAIT_SECONDS)
         if seconds:
             self.link.something_ended.wait(seconds)
 
-    @property
-    def _tells_at_once(self) -> bool:
-        """Whether the scheduler's half hears here, and not from vLLM, which loads succeeded."""
-        return self._ended_loads.has_reader and self._strategy.world_size == 1
+    def _take_filled(self) -> set[str]:
+        """For the scheduler's half. Of loads that failed, :meth:`get_finished` tells vLLM."""
+        self.loads.report(self._outcomes)
+        filled, self._outcomes.filled = self._outcomes.filled, set()
+        return filled
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that a load did not fill, since the last call. Only for models of one group: of
@@ -211,9 +213,11 @@ class WorkerHalf:
             self._has_told_description = True
             report.descriptions = (self.description,)
         self._outcomes.stores = {}
-        # Without a report vLLM may not ask the scheduler's half in this step.
-        has_loads = self._tells_at_once and (self.loads.under_way or self._ended_loads)
-        return report if report.stores or report.descriptions or has_loads else None
+        # Of a step without report vLLM may not tell the scheduler's half, which then takes nothing.
+        is_awaited = self._ended_loads.has_reader and (
+            self.loads.under_way or self._outcomes.filled
+        )
+        return report if report.stores or report.descriptions or is_awaited else None
 
     def take_stats(self) -> Stats | None:
         stats = Stats()

@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 class Outcomes:
     """What became of jobs, until the engine asks."""
 
-    loaded: set[str] = field(default_factory=set)
-    """Requests whose load has ended."""
     filled: set[str] = field(default_factory=set)
-    """Those of them whose load has filled all blocks."""
+    """Requests whose load has filled all blocks."""
+    failed_to_load: set[str] = field(default_factory=set)
+    """Requests whose load has ended otherwise."""
     failed_blocks: set[int] = field(default_factory=set)
     failed_loads: set[str] = field(default_factory=set)
     stores: dict[int, StoreOutcome] = field(default_factory=dict)

@@ -42,9 +42,8 @@ class LoadJob(Job):
 
     def report(self, outcomes: Outcomes) -> None:
         outcomes.count(self._counts)
-        outcomes.loaded.add(self.request_id)
-        if not self._failed_blocks:
-            outcomes.filled.add(self.request_id)
+        ended = outcomes.failed_to_load if self._failed_blocks else outcomes.filled
+        ended.add(self.request_id)
         if not loads_fail_whole(self._link.shapes):
             outcomes.failed_blocks |= self._failed_blocks
         elif self._failed_blocks:
