@@ -68,10 +68,10 @@ class WorkerHalf:
         self.link = WorkerLink(str(transfer.engine_id), self._strategy, shapes, config.address)
         self.loads = LoadJobs(self.link)
         self.stores = StoreJobs(self.link)
-        # A load waits for what is queued when it begins. Nothing that the step itself queues touches
-        # the load's blocks, so it begins before the step's kernels are queued. But one rank may load
-        # for all, and its own queue does not tell when the others have zeroed their new blocks: only
-        # the all-reduces of the step do.
+        # A load waits for what is queued when it begins. Nothing that the step itself queues
+        # touches the load's blocks, so it begins before the step's kernels are queued. But one
+        # rank may load for all, and its own queue does not tell when the others have zeroed their
+        # new blocks: only the all-reduces of the step do.
         self._zeroes_blocks = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._outcomes = Outcomes()
         self._mode_changes: SimpleQueue[tuple[TransferMode, int]] = SimpleQueue()
