@@ -79,15 +79,15 @@ class Reclaimer:
         yield from self._backlog.all_steps()
         return (yield from self._first_of(list(self._policies.values())))
 
-    def make_room(self, size: int, use: int) -> Steps[int | None]:
+    def make_room(self, size: int, use: int, home: int | None = None) -> Steps[int | None]:
         """Offset of a slot for a shard of ``size`` bytes; evicts if need be.
 
         None if there is no such slot. ``use`` is the index's use counter (no clock), as in
-        ``Part.last_used``.
+        ``Part.last_used``. The slot lies on the socket ``home`` where that costs little.
         """
         slot_bytes = self._slots.slot_bytes(size)
         while True:
-            offset = self._slots.allocate(size)
+            offset = self._slots.allocate(size, home)
             if offset is not None:
                 return offset
             if self._backlog.step():
@@ -95,11 +95,15 @@ class Reclaimer:
                 continue
             policies = [each for sizes, each in self._policies.items() if slot_bytes in sizes]
             oldest = yield from self._first_of(policies)
-            if oldest is None:
+            if self._slots.has_slot(size):  # one that is kept for others
+                if oldest is None:
+                    return self._slots.allocate(size)
+            elif oldest is None:
                 return (yield from self._take_from_others(slot_bytes, use))
-            offset = yield from self._take_from_older(oldest, slot_bytes, use)
-            if offset is not None:
-                return offset
+            else:
+                offset = yield from self._take_from_older(oldest, slot_bytes, use)
+                if offset is not None:
+                    return offset
             if oldest.is_evictable:  # others may have used it since
                 self._evict(oldest.chunk, oldest)
             yield

@@ -36,14 +36,20 @@ class MappedGroup(NamedTuple):
 class Device:
     """One GPU. Made when its first worker registers; lives as long as the server."""
 
-    def __init__(self, driver: Driver, ordinal: int, pool: PinnedPool) -> None:
-        """CudaError if the device gives no context."""
+    def __init__(
+        self, driver: Driver, ordinal: int, pool: PinnedPool, socket: int | None = None
+    ) -> None:
+        """CudaError if the device gives no context.
+
+        CUDA's threads and those of the lanes are started here, and run where this one does.
+        """
         self.driver = driver
         self.ordinal = ordinal
         self.uuid = format_uuid(driver.device_uuids()[ordinal])
         self.name = driver.device_name(ordinal)
         self.context = driver.retain_context(ordinal)
         self.pool = pool
+        self.socket = socket
         self.mappings = Mappings(driver)
         self.peer_mappings = Mappings(driver, sizes_are_known=True)
         """Memory of other devices, opened for copies from this one."""
