@@ -143,8 +143,8 @@ def _numbers(text: str) -> list[int]:
 
 def _memory(node: Path) -> int:
     """Bytes of a node's memory."""
-    line = next(line for line in (node / "meminfo").read_text().splitlines() if "MemTotal" in line)
-    return int(line.split()[-2]) * 1024
+    lines = (node / "meminfo").read_text().splitlines()
+    return int(next((line.split()[3] for line in lines if "MemTotal" in line), "")) * 1024
 
 
 def _allowed(root: Path) -> tuple[set[int], set[int]]:

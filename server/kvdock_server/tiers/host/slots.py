@@ -10,10 +10,7 @@ many that little memory is left over behind their last slot. A run takes a windo
 Then a size gets as much memory as in a fresh pool, whatever was there before. Otherwise the run is
 makeshift: it takes whatever slabs are free.
 
-On a host with several sockets each slab lies on one (see placement.py). A slot may be asked for on
-its device's socket, its home. The slots that are free elsewhere are kept for others then, as long
-as they are few: so when everything is full, a bit more is evicted until a slot at home is free, and
-what is freed elsewhere goes to those whose home is there.
+On a host with several sockets each slab lies on one of them (see placement.py).
 """
 
 from __future__ import annotations
@@ -28,8 +25,6 @@ _EXTRA_SLABS = 7
 _HARDLY_MORE = 1 / 128
 """Windows are made as short as costs the pool at most this share of its slots: a few slabs in a row
 are found more easily than many."""
-_KEPT_FOR_OTHERS = 1 / 128
-"""At most this share of a size's slots is kept free for those whose home is elsewhere."""
 
 
 class Run:
@@ -122,20 +117,18 @@ class SlotAllocator:
     def allocate(self, size: int, home: int | None = None) -> int | None:
         """Offset of a slot, in a run that has one or in a free window; None if there is neither.
 
-        With a ``home``, an index of a socket, a slot there if there is one. None also if the slots
-        elsewhere are so few that they are kept for others.
+        With a ``home``, an index of a socket, a slot there if there is one.
         """
         slot_bytes = self.slot_bytes(size)
         if home is not None and len(self.sockets) > 1:
             offset = self._allocate_on([home], slot_bytes)
-            if offset is not None or self._are_kept_for_others(slot_bytes):
+            if offset is not None:
                 return offset
         return self._allocate_on(self.sockets, slot_bytes)
 
-    def has_slot(self, size: int) -> bool:
-        """True if a run has a free slot, also if it is kept for others."""
-        slot_bytes = self.slot_bytes(size)
-        return any(self._partial[slot_bytes, socket] for socket in self.sockets)
+    def socket_of(self, offset: int) -> int:
+        """On which socket a slot lies."""
+        return self._socket_of[offset // self.slab_bytes]
 
     def _allocate_on(self, sockets: Sequence[int], slot_bytes: int) -> int | None:
         for socket in sockets:
@@ -149,15 +142,6 @@ class SlotAllocator:
         slabs = self.window_slabs(slot_bytes)
         first = self._free_window(slabs, sockets)
         return self.start_run(first, slabs, slot_bytes) if first is not None else None
-
-    def _are_kept_for_others(self, slot_bytes: int) -> bool:
-        most = int(self.limit_bytes // slot_bytes * _KEPT_FOR_OTHERS)
-        for socket in self.sockets:
-            for run in self._partial[slot_bytes, socket].values():
-                most -= len(run.free)
-                if most < 0:
-                    return False
-        return self._free_window(self.window_slabs(slot_bytes), self.sockets) is None
 
     def allocate_anywhere(self, size: int) -> int | None:
         """Offset of a slot in a new, makeshift run: in the free slabs that lose least.
