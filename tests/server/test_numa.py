@@ -11,14 +11,19 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fake_hosts import FOUR, MIB, TWO, FakeHost
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from servers import ServerProcess
 
+import kvdock
+from kvdock.cli.checks import Finding, Verdict, _numa
+from kvdock.v1 import admin_pb2
 from kvdock_server.core import Core, Group, GroupKind, Namespace, Role, Slot
 from kvdock_server.numa import Socket, Topology, read_topology
 from kvdock_server.steps import at_once
@@ -28,6 +33,8 @@ from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
 SLAB = 16 * PAGE_BYTES
+
+StartServer = Callable[..., ServerProcess]
 
 
 def nodes(topology: Topology) -> list[tuple[int, ...]]:
@@ -360,3 +367,70 @@ def test_a_full_pool_keeps_chunks_at_home_and_hits_as_often() -> None:
     print(f"hits, and share of stores at home: anywhere {anywhere}, at home {at_home}")
     assert at_home[0] >= 0.99 * anywhere[0]
     assert at_home[1] >= 0.9 > 0.6 >= anywhere[1]
+
+
+# A server, and what the command shows
+
+
+def numa_server(start_server: StartServer, mode: str, root: Path) -> ServerProcess:
+    """A server whose pool is faulted in."""
+    program = str(Path(__file__).parents[1] / "fake_numa_server.py"), str(root)
+    server = start_server("--numa", mode, memory="256MiB", program=program)
+    with kvdock.Client(server.address) as client:
+        while (pool := client.status().pool).ready_bytes < pool.total_bytes:
+            time.sleep(0.01)
+    return server
+
+
+def shown_status(server: ServerProcess) -> str:
+    command = [sys.executable, "-m", "kvdock", "status", "--address", server.address]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def found(status: admin_pb2.StatusResponse) -> list[tuple[list[int], int, int]]:
+    return [(list(s.nodes), s.ready_bytes, s.free_bytes) for s in status.pool.sockets]
+
+
+def test_a_server_goes_on_where_memory_cannot_be_placed(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """This machine has node 0 only, so nothing can be bound to node 1, and all lies on node 0."""
+    server = numa_server(start_server, "auto", TWO.write(tmp_path))
+    with kvdock.Client(server.address) as client:
+        status = client.status()
+    assert found(status) == [([0], 256 * MIB, 256 * MIB), ([1], 0, 0)]
+    assert "was refused (Invalid argument)" in status.pool.place_refused
+    shown = shown_status(server)
+    assert "Invalid argument" in shown
+    assert "256.0 MiB on NUMA node 0, 256.0 MiB of it free, 0 GPUs" in shown
+    assert _numa(status, tmp_path / "sys") == Finding(
+        "NUMA",
+        Verdict.WARNING,
+        "2 nodes; GPUs: 0000:19:00.0 on node 0, 0000:1b:00.0 on node -1, 0001:9a:00.0 on node 1; "
+        f"Linux does not know the node of all GPUs: theirs is any memory; "
+        f"{status.pool.place_refused}",
+        "docker run --cap-add SYS_NICE; Kubernetes: securityContext.capabilities.add",
+    )
+
+
+def test_a_server_spreads_its_pool_evenly(start_server: StartServer, tmp_path: Path) -> None:
+    server = numa_server(start_server, "off", FOUR.write(tmp_path))
+    with kvdock.Client(server.address) as client:
+        status = client.status()
+    assert found(status) == [([0, 1, 2, 3], 256 * MIB, 256 * MIB)]
+    assert not status.pool.place_refused  # of the four nodes this machine has one
+    assert "256.0 MiB on NUMA nodes 0, 1, 2, 3, 256.0 MiB of it free" in shown_status(server)
+
+
+def test_doctor_says_where_the_pool_and_the_gpus_are(tmp_path: Path) -> None:
+    root = FOUR.write(tmp_path) / "sys"
+    assert _numa(None, Path("/nowhere")).text == "one node"
+    alone = _numa(None, root)
+    assert (alone.verdict, alone.text) == (Verdict.NOTE, "4 nodes; GPUs: 0000:19:00.0 on node 3")
+    status = admin_pb2.StatusResponse()
+    assert _numa(status, root).text.endswith("the pool: not placed")
+    for number in (0, 2):
+        status.pool.sockets.add(nodes=[number, number + 1], ready_bytes=MIB)
+    placed = _numa(status, root)
+    assert placed.verdict is Verdict.OK
+    assert placed.text.endswith("; the pool: 1.0 MiB on 0, 1; 1.0 MiB on 2, 3")
