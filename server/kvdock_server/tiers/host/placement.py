@@ -139,7 +139,14 @@ class Placement:
                 )
                 logger.warning("%s; memory lies where threads touch it first", self.refused)
                 return
-        logger.info("the pool is placed on %d sockets: %s", len(self.shares), self.topology.sockets)
+        logger.info(
+            "the pool lies %s",
+            "; ".join(
+                f"on nodes {list(self.topology.sockets[share.socket].nodes)} with "
+                f"{share.nbytes / 2**30:.2f} GiB"
+                for share in self.shares
+            ),
+        )
 
 
 def bind(address: int, nbytes: int, nodes: tuple[int, ...]) -> None:
