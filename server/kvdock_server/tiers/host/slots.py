@@ -33,7 +33,8 @@ class Run:
     ``base`` is the offset of the first slot, and ``free`` has the offsets of the free slots.
     ``not_before`` is set by ``rebuild_around`` (index/windows.py) when it has looked at a makeshift
     run in vain, to the number of a use (``Part.last_used``). It looks at the run again only when
-    that use, too, counts as long ago.
+    that use, too, counts as long ago. ``partial`` are the allocator's runs with free slots, of the
+    same size and socket. A run lies on the socket on which it begins.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Run:
         self.slot_bytes = slot_bytes
         self.is_makeshift = is_makeshift
         self.not_before = 0
+        self.partial: dict[int, Run] = {}
         self.capacity = slabs * slab_bytes // slot_bytes
         self.base = first * slab_bytes
         self.free = [self.base + index * slot_bytes for index in reversed(range(self.capacity))]
@@ -120,28 +122,25 @@ class SlotAllocator:
         With a ``home``, an index of a socket, a slot there if there is one.
         """
         slot_bytes = self.slot_bytes(size)
-        if home is not None and len(self.sockets) > 1:
-            offset = self._allocate_on([home], slot_bytes)
-            if offset is not None:
-                return offset
-        return self._allocate_on(self.sockets, slot_bytes)
+        for sockets in (self.sockets,) if home is None else ((home,), self.sockets):
+            for socket in sockets:
+                partial = self._partial[slot_bytes, socket]
+                if partial:
+                    run = next(iter(partial.values()))
+                    offset = run.free.pop()
+                    if not run.free:
+                        del partial[run.first]
+                    return offset
+            if 1 in self._free_slabs:
+                slabs = self.window_slabs(slot_bytes)
+                first = self._free_window(slabs, sockets)
+                if first is not None:
+                    return self.start_run(first, slabs, slot_bytes)
+        return None
 
     def socket_of(self, offset: int) -> int:
         """On which socket a slot lies."""
         return self._socket_of[offset // self.slab_bytes]
-
-    def _allocate_on(self, sockets: Sequence[int], slot_bytes: int) -> int | None:
-        for socket in sockets:
-            partial = self._partial[slot_bytes, socket]
-            if partial:
-                run = next(iter(partial.values()))
-                offset = run.free.pop()
-                if not run.free:
-                    del partial[run.first]
-                return offset
-        slabs = self.window_slabs(slot_bytes)
-        first = self._free_window(slabs, sockets)
-        return self.start_run(first, slabs, slot_bytes) if first is not None else None
 
     def allocate_anywhere(self, size: int) -> int | None:
         """Offset of a slot in a new, makeshift run: in the free slabs that lose least.
@@ -166,12 +165,12 @@ class SlotAllocator:
         run = self.run_of(offset)
         run.free.append(offset)
         if len(run.free) == run.capacity:
-            self._partial_beside(run).pop(run.first, None)
+            run.partial.pop(run.first, None)
             for slab in run.all_slabs():
                 del self._runs[slab]
                 self._set_free(slab, slab not in self._claimed)
         elif not self._is_claimed(run):
-            self._partial_beside(run)[run.first] = run
+            run.partial[run.first] = run
 
     # Windows
 
@@ -220,7 +219,7 @@ class SlotAllocator:
             self._set_free(slab, False)
             run = self._runs.get(slab)
             if run is not None:
-                self._partial_beside(run).pop(run.first, None)
+                run.partial.pop(run.first, None)
 
     def is_empty(self, first: int, slabs: int) -> bool:
         """True if no run has one of the slabs."""
@@ -235,28 +234,25 @@ class SlotAllocator:
             if run is None:
                 self._set_free(slab, True)
             elif run.free and not self._is_claimed(run):
-                self._partial_beside(run)[run.first] = run
+                run.partial[run.first] = run
 
     def start_run(
         self, first: int, slabs: int, slot_bytes: int, *, is_makeshift: bool = False
     ) -> int:
         """Let slabs serve slots of a size; the first slot. No run may have any of the slabs."""
         run = Run(first, slabs, self.slab_bytes, slot_bytes, is_makeshift=is_makeshift)
+        run.partial = self._partial[slot_bytes, self._socket_of[first]]
         self._claimed.difference_update(run.all_slabs())
         for slab in run.all_slabs():
             self._runs[slab] = run
             self._set_free(slab, False)
         offset = run.free.pop()
         if run.free:
-            self._partial_beside(run)[first] = run
+            run.partial[first] = run
         return offset
 
     def _is_claimed(self, run: Run) -> bool:
         return bool(self._claimed) and not self._claimed.isdisjoint(run.all_slabs())
-
-    def _partial_beside(self, run: Run) -> dict[int, Run]:
-        """The runs with free slots of the run's size and socket. A run lies where it begins."""
-        return self._partial[run.slot_bytes, self._socket_of[run.first]]
 
     def _set_free(self, slab: int, is_free: bool) -> None:
         self._free_slabs[slab] = is_free
