@@ -41,6 +41,7 @@ from kvdock_server.transfer.plans.group_memory import (
     GroupMemory,
     LayoutError,
 )
+from kvdock_server.transfer.plans.pieces import SERVER_PACE
 from kvdock_server.transfer.plans.planner import host_addresses
 
 logger = logging.getLogger(__name__)
@@ -186,10 +187,10 @@ class GpuTransfers:
 
     def _made(self, driver: Driver, ordinal: int) -> Device:
         if self._sockets is None:
-            return Device(driver, ordinal, self._pool)
+            return Device(driver, ordinal, self._pool, SERVER_PACE)
         socket = self._sockets.socket_of_device(driver.pci_id(ordinal))
         with self._sockets.running_on(socket):
-            return Device(driver, ordinal, self._pool, socket)
+            return Device(driver, ordinal, self._pool, SERVER_PACE, socket)
 
     def _close(self) -> None:
         with self._lock:
