@@ -45,7 +45,9 @@ class Engine:
         self.driver = HostDriver(devices=readers)
         self.pool = Pool(4 << 20, topology)
         segment = self.pool.segment
-        self.transfers = GpuTransfers(segment.address, segment.nbytes, topology)
+        has_sockets = topology is not None and len(topology.sockets) > 1
+        sockets = topology if has_sockets else None
+        self.transfers = GpuTransfers(segment.address, segment.nbytes, sockets)
         self.core = Core(self.pool.slots)
         self.service = Service(self.core, self.pool, self.transfers)
         group = Group(None, GroupKind.FULL_ATTENTION, 0, (CHUNK,))

@@ -146,7 +146,8 @@ def _sockets(pool: Pool, gpu: GpuStats) -> Iterator[pb.SocketStatus]:
     if not sockets:
         return
     for index, (ready, free) in enumerate(pool.slots.ready_and_free()):
-        devices = sorted(uuid for uuid, socket in gpu.sockets.items() if socket == index)
+        is_here = (index, None) if len(sockets) == 1 else (index,)
+        devices = sorted(uuid for uuid, socket in gpu.sockets.items() if socket in is_here)
         yield pb.SocketStatus(
             nodes=sockets[index].nodes, ready_bytes=ready, free_bytes=free, devices=devices
         )

@@ -81,15 +81,19 @@ async def test_copies_run_on_the_devices_socket_and_its_chunks_lie_there(
         await engine.close()
 
 
+@pytest.mark.parametrize("is_even", [False, True])
 async def test_with_one_socket_nobody_asks_where_a_device_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    topology: Topology, is_even: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine()
+    engine = Engine(topology=topology.evened() if is_even else Topology())
     engine.driver.pci_id = None  # type: ignore[assignment, method-assign]
     monkeypatch.setattr(gpu, "load_driver", lambda: engine.driver)
     try:
         await engine.start()
-        assert list(_sockets(engine.pool, engine.transfers.stats())) == []
         assert affinities("-gpu0") == {frozenset(os.sched_getaffinity(0))}
+        shown = list(_sockets(engine.pool, engine.transfers.stats()))
+        assert [(list(s.nodes), len(s.devices)) for s in shown] == (
+            [([0, 1], 3)] if is_even else []
+        )
     finally:
         await engine.close()

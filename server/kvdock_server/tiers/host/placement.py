@@ -20,6 +20,7 @@ import mmap
 import os
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -97,13 +98,11 @@ class Placement:
         self.shares = cut(nbytes, unit, topology)
         self.refused = ""
         self._address = address
-        self._left = nbytes
-        self._astray = 0
         if topology.sockets:
             self._bind()
 
     def found(self, offset: int, nbytes: int) -> int:
-        """On which socket a range lies that was faulted in. Each range is asked for once.
+        """On which socket a range lies that was faulted in. Any thread.
 
         As planned, where the kernel does not tell.
         """
@@ -112,20 +111,20 @@ class Placement:
             return planned
         nodes = nodes_of(self._address + offset, nbytes)
         sockets = Counter(self.topology.nearest.get(node, planned) for node in nodes)
-        socket = sockets.most_common(1)[0][0] if sockets else planned
-        self._astray += nbytes if socket != planned else 0
-        self._left -= nbytes
-        pool = sum(share.nbytes for share in self.shares)
-        if not self._left and self._astray > pool * _MOST_ASTRAY:
+        return sockets.most_common(1)[0][0] if sockets else planned
+
+    def check(self, found: Sequence[int]) -> None:
+        """Log if the pool lies elsewhere than planned. ``found`` has each socket's bytes of it."""
+        astray = sum(max(share.nbytes - found[share.socket], 0) for share in self.shares)
+        if astray > _MOST_ASTRAY * sum(found):
             logger.warning(
                 "%.1f of the pool's %.1f GiB lie on another socket than planned, so copies may be "
                 "slower. A socket had too little free memory: less --memory, or an emptied page "
                 "cache (/proc/sys/vm/drop_caches) before the start%s",
-                self._astray / 2**30,
-                pool / 2**30,
+                astray / 2**30,
+                sum(found) / 2**30,
                 f"; {self.refused}" if self.refused else "",
             )
-        return socket
 
     def _bind(self) -> None:
         for share in self.shares:

@@ -44,12 +44,15 @@ class Pool:
 
         def ready(offset: int, nbytes: int) -> None:
             faulted(offset, nbytes)
-            loop.call_soon_threadsafe(self._add, offset, nbytes)
+            socket = self.placement.found(offset, nbytes)
+            loop.call_soon_threadsafe(self._add, offset, nbytes, socket)
 
         self.segment.fault_in(self.slots.slab_bytes, ready, self.placement.shares)
 
-    def _add(self, offset: int, nbytes: int) -> None:
-        self.slots.add(offset, nbytes, self.placement.found(offset, nbytes))
+    def _add(self, offset: int, nbytes: int, socket: int) -> None:
+        self.slots.add(offset, nbytes, socket)
+        if self.slots.ready_bytes == self.slots.limit_bytes:
+            self.placement.check([ready for ready, _ in self.slots.ready_and_free()])
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """The bytes of a slot."""
