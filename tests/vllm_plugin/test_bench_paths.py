@@ -17,6 +17,7 @@ import torch
 from copy_paths import SHARED, CopyPath
 from geometries import LOAD, STORE, Case, Geometry
 from gpukit import Worker
+from own_device import use_own_device
 from serverkit import ServerProcess
 
 from kvdock.types import BlockRegion, DeviceAllocation, GroupMemory
@@ -40,6 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(autouse=True)
 def _little(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_device(monkeypatch)
     monkeypatch.setattr(geometries, "MOVED_BYTES", 4 << 20)
     for name, value in (("SECONDS", 0.05), ("ROUNDS", 2), ("SMALL_REPEATS", 3)):
         monkeypatch.setattr(gpu_modes, name, value)
