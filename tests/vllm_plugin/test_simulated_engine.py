@@ -904,6 +904,10 @@ def test_what_cannot_even_begin_ends(
         monkeypatch.setattr(rank.loads._threads, "submit", refuse)
     elif refused == "store thread":
         monkeypatch.setattr(rank.stores._threads, "submit", refuse)
+    deadline = time.monotonic() + 10
+    while engine.connector.scheduler_half.link.usable is None:  # so the first step also stores
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     answer = engine.generate(prompt(4 * C), max_tokens=2)
     assert answer.tokens == engine.expected(prompt(4 * C), 2)
     assert engine.counted.get("loaded_chunks", 0) == loaded

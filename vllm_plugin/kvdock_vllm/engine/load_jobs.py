@@ -112,8 +112,11 @@ class LoadJobs:
         self._next_registration = 0.0
 
     def expect(self, target: Target) -> None:
-        """Prepares for the loads of a namespace."""
-        self._threads.submit(self._link.expect, target)
+        """Prepares for the loads of a namespace, if a thread can be had."""
+        try:
+            self._threads.submit(self._link.expect, target)
+        except Exception:
+            _log.exception("preparing for namespace %s could not be begun", target.namespace)
 
     def begin(self, spec: LoadSpec) -> None:
         job = LoadJob(spec, self._link)
