@@ -179,7 +179,7 @@ class SchedulerHalf:
         metadata = StepMetadata(
             news=self.link.take_news(),
             loads=self.loads.take_new(),
-            stores=self._last_stores,
+            last_stores=self._last_stores,
             finished=self._finished,
             has_forward=has_forward,
             has_waiting=len(self.records) > num_busy,
@@ -195,7 +195,7 @@ class SchedulerHalf:
             metadata.overwritten = list(self.stores.under_way)
         try:
             follow_blocks(self.records, scheduler_output, self.loads.under_way)
-            metadata.stores += self._plan_stores(scheduler_output)
+            metadata.stores = self._plan_stores(scheduler_output)
             self.holds.renew(self.stores.leaving(scheduler_output.num_scheduled_tokens))
         except Exception:
             _log.exception("planning what to store failed")

@@ -49,6 +49,15 @@ ENGINE_PACE = Pace(8000.0, 640 << 20, 128 << 20, 2048, 8, 1e-3)
 interpreter's lock, up to 5 ms while the engine computes. So calls and looks are few. Kernels cost
 the engine little there, and staging buffers are the engine's memory."""
 
+STAGING_BUFFERS = 2
+"""Staging buffers for each direction of each device: the most staged pieces under way."""
+
+MAX_STAGED_BLOCKS = 1 << 16
+"""Most blocks in one staged piece."""
+
+MAX_OPERATION_BYTES = 32 << 20
+"""Most bytes of one segment, and of one rectangle that has more than one row."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
