@@ -111,8 +111,11 @@ class LoadJobs:
         self._next_registration = 0.0
 
     def expect(self, target: Target) -> None:
-        """Prepares for the loads of a namespace."""
-        self._threads.submit(self._link.expect, target)
+        """Prepares for the loads of a namespace. The first load prepares what this could not."""
+        try:
+            self._threads.submit(self._link.expect, target)
+        except Exception:
+            _log.exception("no thread could prepare for loads")
 
     def begin(self, spec: LoadSpec) -> None:
         job = LoadJob(spec, self._link)
