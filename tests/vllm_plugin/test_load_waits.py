@@ -229,6 +229,20 @@ def test_the_session_is_lost(start_engine: StartEngine, kvdock: Any, held: HeldL
     assert_answers(engine, *NAMES)
 
 
+def test_a_load_of_an_earlier_session_is_not_waited_for(
+    start_engine: StartEngine, held: HeldLoads
+) -> None:
+    start_engine().generate(PREFIX)
+    engine = start_engine()
+    load_and_wait(engine, held, "r1", "r2")
+    held.hold("r1")
+    engine.connector.scheduler_half.link._link.renew(10)
+    step_until_loading(engine, "r0", "r1")
+    held.go_on()
+    engine.run()
+    assert_answers(engine, "r0", "r1", "r2")
+
+
 def test_the_server_dies_before_the_load(start_engine: StartEngine, kvdock: Any) -> None:
     start_engine().generate(PREFIX)
     engine = start_engine()
@@ -402,17 +416,19 @@ def test_hybrid_models(
 @pytest.mark.skipif(
     not issubclass(KVDockConnector, SupportsHMA), reason="this version of vLLM has one group"
 )
-def test_of_a_longer_load_a_window_has_nothing_to_share(
-    start_engine: StartEngine, held: HeldLoads
+@pytest.mark.parametrize(("shared", "own"), [(5, 5), (6, 0)])
+def test_of_a_load_that_ends_later_a_window_has_nothing_to_share(
+    start_engine: StartEngine, held: HeldLoads, shared: int, own: int
 ) -> None:
+    """It has what is needed at the load's end alone, and vLLM computes a prompt's last token."""
     groups = (Layers(), Layers(16, window=100))
-    whole = prompt(6 * C)
-    start_engine(groups=groups).generate(whole + prompt(5, seed=1))
+    start_engine(groups=groups).generate(PREFIX + prompt(5, seed=1))
     engine = start_engine(groups=groups)
     held.hold("longer", "shorter")
-    engine.add("longer", whole + prompt(5, seed=1), max_tokens=4)
-    engine.add("shorter", whole[: 5 * C] + prompt(5, seed=2), max_tokens=4)
-    while len(engine.connector.scheduler_half.loads.under_way) < 2:
+    engine.add("longer", PREFIX + prompt(5, seed=1), max_tokens=4)
+    while not engine.connector.scheduler_half.loads.under_way:
         engine.step()
+    engine.add("shorter", PREFIX[: shared * C] + prompt(own, seed=2), max_tokens=4)
+    step_until_loading(engine, "longer", "shorter")
     held.go_on()
     engine.run()

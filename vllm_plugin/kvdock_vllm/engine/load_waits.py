@@ -98,5 +98,7 @@ class LoadWaits:
 
 def _common_length(ours: Sequence[bytes], theirs: Sequence[bytes]) -> int:
     """How many keys are equal. After the first two that differ all do: keys name prefixes."""
+    if ours[0] != theirs[0]:
+        return 0
     most = min(len(ours), len(theirs))
     return bisect_left(range(most), True, key=lambda index: ours[index] != theirs[index])
