@@ -342,8 +342,7 @@ def test_who_shares_little_does_not_wait(
     held.hold("first", "second")
     engine.add("first", questions[first], max_tokens=4)
     engine.add("second", questions[second], max_tokens=4)
-    while len(engine.connector.scheduler_half.loads.under_way) < 2:
-        engine.step()
+    step_until_loading(engine, "first", "second")
     engine.add("third", questions[4], max_tokens=4)
     held.go_on()
     engine.run()
