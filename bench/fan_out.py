@@ -26,7 +26,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from gpukit import CHUNK_TOKENS, LOAD, Case, Geometry, Link, Remote, Worker, wait_until_pinned
+from copy_paths import wait_until_pinned
+from geometries import CHUNK_TOKENS, LOAD, Case, Geometry
+from gpukit import Link, Remote, Worker
 from report import Row, milliseconds, print_report
 from serverkit import ServerProcess
 

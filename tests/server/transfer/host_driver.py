@@ -160,6 +160,9 @@ class HostDriver:
     def device_name(self, ordinal: int) -> str:
         return f"host {ordinal}"
 
+    def pci_id(self, ordinal: int) -> str:
+        return f"0000:{ordinal:02X}:00.0"
+
     @_may_fail
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
         return (ordinal, peer) in self.peers
@@ -206,8 +209,8 @@ class HostDriver:
         self.log.append("close")
 
     @_may_fail
-    def allocation_bytes(self, address: int) -> int:
-        return len(self.opened[address].bytes)
+    def allocation(self, address: int) -> tuple[int, int]:
+        return address, len(self.opened[address].bytes)
 
     @_may_fail
     def allocate(self, nbytes: int) -> int:
