@@ -1,6 +1,6 @@
 """Rate, disturbance and latency of the GPU data path, beside the link's own ceiling.
 
-    python bench/gpu_data_path.py [--path server|transfers] [--only TEXT]
+    python bench/gpu_data_path.py [--path server|transfers] [--only TEXT] [--chunk-tokens N]
 
 Three processes: a worker that owns a KV cache, a server, and an engine that replays a graph of
 memory-bound matrix products. With --path server (the default) the worker calls Store and Retrieve
@@ -21,12 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 from gpukit import (
+    CHUNK_TOKENS,
     LOAD,
     STORE,
     Case,
@@ -94,6 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--path", choices=("server", "transfers"), default="server")
     parser.add_argument("--only", default="", help="cases that have this in their names")
+    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
     arguments = parser.parse_args()
     link = Link()
     worker, engine = Remote(Worker), Remote(Engine)
@@ -105,6 +107,8 @@ def main() -> int:
         with (server_path if arguments.path == "server" else transfers_path)(worker) as open_path:
             plain = measure_plain(link, engine)
             for case in (case for case in CASES if arguments.only in label(case)):
+                geometry = replace(case.geometry, chunk_tokens=arguments.chunk_tokens)
+                case = replace(case, geometry=geometry)
                 rows += measure(case, open_path, worker, engine, link, plain)
             if arguments.path == "server":
                 rows.append(server_memory(free - worker("free_bytes")))
@@ -262,7 +266,7 @@ def small(case: Case, path: CopyPath, link: Link) -> Row:
     own = case.geometry.chunk_bytes / median(link.rate(LOAD) for _ in range(REPEATS))
     took = median(path.once(LOAD, 1) for _ in range(SMALL_REPEATS))
     over = (took - own) * 1e3
-    what = f"{label(case)}: retrieve of 256 tokens, p50"
+    what = f"{label(case)}: retrieve of one chunk, p50"
     if isinstance(path, WorkerPath):
         empty = median(path.round_trip() for _ in range(SMALL_REPEATS))
         what += f" (an empty call: {empty * 1e3:.2f} ms)"

@@ -25,7 +25,7 @@ from serverkit import wait_for_pool
 if TYPE_CHECKING:
     from kvdock import Client
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 32
 MOVED_BYTES = 1 << 30
 POOL_BYTES = 4 << 30
 RUN_OF_BLOCKS = 64
@@ -44,6 +44,8 @@ class Geometry:
     layers: int
     page_bytes: int
     block_tokens: int
+    chunk_tokens: int = CHUNK_TOKENS
+    """Rounded up to whole blocks."""
 
     @property
     def block_bytes(self) -> int:
@@ -51,7 +53,7 @@ class Geometry:
 
     @property
     def blocks_per_chunk(self) -> int:
-        return CHUNK_TOKENS // self.block_tokens
+        return -(-self.chunk_tokens // self.block_tokens)
 
     @property
     def chunk_bytes(self) -> int:

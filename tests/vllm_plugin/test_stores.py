@@ -164,3 +164,16 @@ def test_generated_tokens_do_not_wait_where_a_window_leaves_them_behind(stores: 
     record = Record(request, ExtraTokens(), [list(range(101, 111)), list(range(201, 221))])
     ends = [n for n in range(5 * CHUNK + 1) if stores.plan(record, n, TARGET) is not None]
     assert ends == [chunk * CHUNK for chunk in range(1, 6)]
+
+
+def test_more_chunks_than_a_call_may_name_take_several_stores() -> None:
+    describe: Any = None
+    stores = Stores([FULL], lambda *_: CacheScope((), None), describe, workers=1)
+    tokens = list(range(20_000 * CHUNK))
+    request: Any = SimpleNamespace(
+        request_id="r", all_token_ids=tokens, num_prompt_tokens=len(tokens)
+    )
+    record = Record(request, ExtraTokens(), [list(range(1, 80_001))])
+    planned = [chunks(stores.plan(record, len(tokens), TARGET))[0] for _ in range(2)]
+    assert planned == [(0, 16_384), (16_384, 3_616)]
+    assert stores.plan(record, len(tokens), TARGET) is None

@@ -31,6 +31,9 @@ _RETRY_SECONDS = 1.0
 # Each store costs the engine a call, however small it is. So many generated tokens share one.
 _GENERATED_TOKENS = 256
 
+# Most keys that one Store may name. What is more follows with the next step.
+_MOST_CHUNKS = 16_384
+
 Describe = Callable[[Any, LoRA | None, GroupShape, range, int], tuple[ChunkEventData, ...]]
 """Describes for events one group's parts in a range of chunks of a request with that adapter. The
 last argument is the number of tokens a chunk."""
@@ -108,7 +111,7 @@ class Stores:
             len(table) // shape.chunk_blocks(chunk_tokens)
             for shape, table in zip(self._shapes, record.tables, strict=True)
         )
-        end = min(len(keys), *complete)
+        end = min(len(keys), first + _MOST_CHUNKS, *complete)
         if end <= first:
             return None
         record.stored_chunks = end
