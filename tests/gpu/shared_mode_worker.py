@@ -15,8 +15,8 @@ import torch
 
 from kvdock import Client, Group, GroupKind, Namespace, SessionRole
 from kvdock.types import ChunkStatus, Location, TransferMode
+from kvdock_server.transfer.devices.driver import load_driver
 from kvdock_vllm.engine.copier import CopyStoppedError
-from kvdock_vllm.engine.device.cuda_driver import Driver
 from kvdock_vllm.engine.device.transfers import DeviceTransfers
 from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.layout import GroupLayout
@@ -52,10 +52,10 @@ class SharedModeWorker(kv_worker.Worker):
         self._open(address, "SHARED", blocks_per_chunk)
         (segment,) = self.session.pool.segments
         end = Location(segment.segment_id, segment.nbytes - 4096, 4096)
-        driver = Driver()
-        with driver.context_of(torch.cuda.current_device()):
-            # What is registered is not registered again, and neither is what it lies in.
-            driver.register_host(self.session.pool.array(end).ctypes.data, 4096)
+        driver = load_driver()
+        driver.set_current(driver.retain_context(torch.cuda.current_device()))
+        # What is registered is not registered again, and neither is what it lies in.
+        driver.register_host(self.session.pool.array(end).ctypes.data, 4096)
         self.transfers.expect(self.session, self.target)
         while self._pinned.refused is None:
             time.sleep(0.01)
@@ -180,7 +180,7 @@ class SharedModeWorker(kv_worker.Worker):
     @property
     def _pinned(self) -> Any:
         mover: Any = self.transfers._shared._mover
-        return mover._pinned[self.session]
+        return mover._pools[self.session].pinned
 
     def _mark_side(self) -> Mark:
         with torch.cuda.stream(self.side):

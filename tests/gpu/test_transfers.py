@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,11 @@ from kvdock_server.transfer import (
     LayoutError,
     Registration,
     TransferFailedError,
+    gpu,
 )
-from kvdock_server.transfer.devices import staging
 from kvdock_server.transfer.devices.copy_streams import CopyStreams, Direction
 from kvdock_server.transfer.devices.driver import Driver
 from kvdock_server.transfer.devices.kernels import GatherKernel
-from kvdock_server.transfer.plans import planner
 from kvdock_server.transfer.plans.pieces import CopyPiece, Piece, Rectangles, ScatteredBlocks
 
 pytestmark = pytest.mark.gpu
@@ -165,8 +165,8 @@ async def test_staged_blocks_of_every_alignment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("cupy")
-    for module in (planner, staging):  # so that the buffers come round again
-        monkeypatch.setattr(module, "STAGED_PIECE_BYTES", 16 << 20)
+    # So that the buffers come round again.
+    monkeypatch.setattr(gpu, "SERVER_PACE", replace(gpu.SERVER_PACE, staged_bytes=16 << 20))
     blocks = 4 * (((140 << 20) // (7 * page)) // 4)
     span = blocks * page
     shared_worker.make_inside(

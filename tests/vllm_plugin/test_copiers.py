@@ -1,31 +1,39 @@
 """Copies against a model that reads elements one by one, for every layout of vLLM's.
 
-The device copier runs on a CPU here, where it differs by its streams only.
+The device mover copies this process's own memory here (own_device.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_tensors import Cache, caches, mla, outside
+from own_device import OwnMemoryDriver, use_own_device
 
+from kvdock.types import Location
+from kvdock_server.transfer.devices.driver import CudaError
+from kvdock_server.transfer.devices.lane import TransferFailedError
+from kvdock_server.transfer.plans import planner
+from kvdock_server.transfer.plans.cost_model import COST_MODEL
+from kvdock_server.transfer.plans.pieces import Pace
 from kvdock_vllm.engine.copier import Copier, CopyStoppedError, HostBlocks, runs, stacks
+from kvdock_vllm.engine.device import mover as mover_module
+from kvdock_vllm.engine.device.mover import DeviceMover
 from kvdock_vllm.engine.device.pinning import PIECE_BYTES, cut
-from kvdock_vllm.engine.device.staged_copier import DeviceCopier, Staging
 from kvdock_vllm.engine.layout import GroupLayout, Region
 
 Copy = Callable[[list[HostBlocks], Callable[[], bool]], None]
-CPU = torch.device("cpu")
 
 
 def never() -> bool:
@@ -37,29 +45,75 @@ def host_copies(layout: GroupLayout) -> tuple[Copy, Copy]:
     return copier.gather, copier.scatter
 
 
+class OnePool:
+    """Stands for a session whose pool is one array."""
+
+    def __init__(self, memory: Any) -> None:
+        self.pool = self
+        self.memory = memory
+        self.segments = [SimpleNamespace(segment_id=0, nbytes=len(memory))]
+
+    def array(self, location: Location) -> Any:
+        return self.memory[location.offset : location.offset + location.length]
+
+
+class DeviceCopies:
+    """The copies of a device mover. One is open at a time."""
+
+    last: ClassVar[DeviceMover | None] = None
+    session: ClassVar[Any] = None
+
+    @classmethod
+    def open(cls, layout: GroupLayout, pool: Any) -> DeviceMover:
+        cls.close()
+        cls.session = OnePool(pool)
+        mover = DeviceMover([layout], 0)
+        mover.open(cls.session)
+        cls.last = mover
+        return mover
+
+    @classmethod
+    def close(cls) -> None:
+        if cls.last is not None:
+            cls.last.close(cls.session)
+            cls.last = None
+
+
 def device_copies(
-    layout: GroupLayout, blocks_a_piece: int = 2, direct_bytes: int = 1 << 20
+    layout: GroupLayout, blocks_a_piece: int = 2, pool: Any = None
 ) -> tuple[Copy, Copy]:
-    staging_bytes = blocks_a_piece * layout.block_bytes
-    copier = DeviceCopier(layout, CPU, staging_bytes, direct_bytes)
-    staging = Staging(CPU, staging_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        staged = blocks_a_piece * layout.block_bytes
+        patch.setattr(mover_module, "ENGINE_PACE", Pace(0.1, 1, staged, 3, 2))
+        mover = DeviceCopies.open(layout, np.zeros(4096, np.uint8) if pool is None else pool)
+    session = DeviceCopies.session
     return (
-        lambda parts, stop: copier.gather(parts, staging, stop),
-        lambda parts, stop: copier.scatter(parts, staging, stop),
+        lambda parts, stop: mover.gather(session, 0, parts, stop),
+        lambda parts, stop: mover.scatter(session, 0, parts, stop),
     )
+
+
+@pytest.fixture(autouse=True)
+def own_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnMemoryDriver]:
+    # All that can be staged is, if two blocks fit a piece.
+    monkeypatch.setattr(
+        planner, "COST_MODEL", COST_MODEL._replace(stage_us=0.0, stage_rectangles_below=1.0)
+    )
+    yield use_own_device(monkeypatch)
+    DeviceCopies.close()
 
 
 ways = st.one_of(
     st.just(host_copies),
-    st.builds(
-        lambda blocks, direct: partial(device_copies, blocks_a_piece=blocks, direct_bytes=direct),
-        st.integers(1, 6),
-        st.sampled_from([1, 16, 1 << 20]),
-    ),
+    st.builds(lambda blocks: partial(device_copies, blocks_a_piece=blocks), st.integers(1, 6)),
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the driver remembers nothing
+)
 @given(cache=caches, way=ways, data=st.data())
 def test_gather_reads_exactly_the_pages_and_scatter_writes_exactly_them(
     cache: Cache, way: Callable[[GroupLayout], tuple[Copy, Copy]], data: st.DataObject
@@ -92,20 +146,55 @@ def test_gather_reads_exactly_the_pages_and_scatter_writes_exactly_them(
     assert outside(cache) == around
 
 
-each_way = pytest.mark.parametrize(
-    "way", [host_copies, device_copies, partial(device_copies, direct_bytes=1)]
-)
+each_way = pytest.mark.parametrize("way", [host_copies, device_copies])
 
 
-@each_way
-def test_a_copy_stops_between_pieces(way: Callable[[GroupLayout], tuple[Copy, Copy]]) -> None:
+def test_a_copy_stops_between_pieces() -> None:
     cache = mla(1, 5, tokens=1024, width=4096, gap=0)
-    gather, _ = way(cache.layout)
+    gather, _ = host_copies(cache.layout)
     host = np.zeros(5 * cache.page_bytes, np.uint8)
     asked = iter([False, False, True])
     with pytest.raises(CopyStoppedError):
         gather([HostBlocks([0, 1, 2, 3, 4], host)], lambda: next(asked))
-    written = host.reshape(5, -1).any(axis=1)
+    assert_begun_and_not_done(host)
+
+
+def test_a_devices_copy_stops_between_pieces_and_nothing_follows(
+    own_device: OwnMemoryDriver,
+) -> None:
+    cache = mla(1, 40, tokens=64, width=64, gap=0)
+    gather, _ = device_copies(cache.layout, blocks_a_piece=1)
+    host = np.zeros(40 * cache.page_bytes, np.uint8)
+    copied = threading.Event()
+
+    def slow(target: int, source: int, nbytes: int) -> None:
+        copied.set()
+        time.sleep(0.02)
+
+    own_device.before_copy = slow
+    with pytest.raises(CopyStoppedError):
+        gather([HostBlocks(list(range(0, 40, 2)), host[: 20 * cache.page_bytes])], copied.is_set)
+    before = host.copy()
+    time.sleep(0.1)
+    assert host.tobytes() == before.tobytes()
+    assert_begun_and_not_done(host[: 20 * cache.page_bytes].reshape(20, -1))
+
+
+def test_a_devices_copy_that_fails_says_so(own_device: OwnMemoryDriver) -> None:
+    cache = mla(1, 5, tokens=64, width=64, gap=0)
+    gather, _ = device_copies(cache.layout)
+
+    def fail(name: str) -> None:
+        if name.startswith("copy"):
+            raise CudaError(name, 700, "CUDA_ERROR_ILLEGAL_ADDRESS", "it broke")
+
+    own_device.before_call = fail
+    with pytest.raises(TransferFailedError, match="it broke"):
+        gather([HostBlocks([0], np.zeros(cache.page_bytes, np.uint8))], never)
+
+
+def assert_begun_and_not_done(host: Any) -> None:
+    written = host.reshape(-1, 1024).any(axis=1)
     assert written.any()
     assert not written.all()
 
@@ -173,31 +262,13 @@ def test_copies_are_cut_where_pinned_pieces_meet(address: int, nbytes: int) -> N
         assert (address + begin) // PIECE_BYTES == (address + end - 1) // PIECE_BYTES
 
 
-@pytest.mark.parametrize("direct_bytes", [1, 1 << 20])
-def test_a_block_may_lie_across_two_pinned_pieces(direct_bytes: int) -> None:
+def test_a_block_may_lie_across_two_pinned_pieces() -> None:
     cache = mla(2, 4, tokens=64, width=64, gap=0)
     # Address space only; what is touched is a page or two.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = np.frombuffer(mmap.mmap(-1, 3 * PIECE_BYTES, flags), np.uint8)
     border = 2 * PIECE_BYTES - memory.ctypes.data % PIECE_BYTES
     host = memory[border - 5000 : border - 5000 + 2 * cache.layout.block_bytes]
-    gather, _ = device_copies(cache.layout, direct_bytes=direct_bytes)
+    gather, _ = device_copies(cache.layout, pool=memory)
     gather([HostBlocks([3, 1], host)], never)
     assert host.tobytes() == cache.block(3) + cache.block(1)
-
-
-def test_wide_pages_are_moved_in_wide_elements() -> None:
-    def element(page_bytes: int, offset: int = 0) -> Any:
-        memory = (ctypes.c_uint64 * 64)()
-        region = Region(ctypes.addressof(memory) + offset, page_bytes, page_bytes)
-        copier = DeviceCopier(GroupLayout(2, (region,), ()), CPU, page_bytes)
-        (stack,) = copier._stacks
-        return stack.blocks.dtype
-
-    assert [element(n) for n in (64, 36, 6, 7)] == [
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.uint8,
-    ]
-    assert element(64, offset=1) is torch.uint8

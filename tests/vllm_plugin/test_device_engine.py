@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from modelkit import random_prompt
+from own_device import use_own_device
 from simkit import C, StartEngine
 
 from kvdock_vllm import worker as worker_module
@@ -18,6 +19,8 @@ ASK = {"num_kvdock_extra_cached_tokens": None}
 
 @pytest.fixture(autouse=True)
 def _device_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_device(monkeypatch)
+
     def choose(layouts: Any, shapes: Any, kv_caches: Any, *arguments: Any) -> DeviceTransfers:
         return DeviceTransfers(layouts, shapes, torch.device("cpu"), *arguments)
 

@@ -6,14 +6,14 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from kvdock_server.transfer.devices.driver import CudaError, Driver
 from kvdock_vllm.engine.device import pinning
-from kvdock_vllm.engine.device.cuda_driver import CudaError
 from kvdock_vllm.engine.device.pinning import PinnedMemory
 
 PIECE = 1 << 20
@@ -27,16 +27,13 @@ class RecordingDriver:
         self.registered: dict[int, int] = {}
         self.context: int | None = None
 
-    @contextmanager
-    def context_of(self, ordinal: int) -> Iterator[None]:
-        self.context = ordinal
-        yield
-        self.context = None
+    def set_current(self, context: int) -> None:
+        self.context = context
 
     def register_host(self, address: int, nbytes: int) -> None:
         assert self.context is not None
         if sum(self.registered.values()) + nbytes > self.limit:
-            raise CudaError("cuMemHostRegister_v2 failed with CUDA_ERROR_OUT_OF_MEMORY (2)")
+            raise CudaError("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
         self.registered[address] = nbytes
 
     def unregister_host(self, address: int) -> None:
@@ -49,7 +46,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[RecordingDriver], Recordin
     def use(driver: RecordingDriver) -> RecordingDriver:
         monkeypatch.setattr(pinning, "PIECE_BYTES", PIECE)
         monkeypatch.setattr(pinning, "_POLL_SECONDS", 0.001)
-        monkeypatch.setattr(pinning, "Driver", lambda: driver)
         return driver
 
     return use
@@ -62,6 +58,10 @@ def shared_memory(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
     os.close(fd)
     return memory
+
+
+def pinned_by(driver: RecordingDriver, memory: Any, context: int) -> PinnedMemory:
+    return PinnedMemory([memory], cast(Driver, driver), context)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -84,20 +84,25 @@ def test_each_piece_is_pinned_when_it_is_there_and_unpinned_at_the_end(
     memory = shared_memory(3 * PIECE)
     address = memory.ctypes.data
     border = -address % PIECE or PIECE
-    pinned = PinnedMemory([memory], 3)
+    pinned = pinned_by(driver, memory, 3)
     memory[: border - 1] = 1
     until(lambda: pinned.pinned_bytes == border)
     assert driver.registered == {address: border}
     assert driver.context == 3
+    assert pinned.borders[0] == address + border
+    some = np.array([address, address + border - 1, address + border], np.uint64)
+    covered = pinned.covers(some)
+    assert covered is not None
+    assert covered.tolist() == [True, True, False]
     memory[:] = 1
     until(lambda: pinned.pinned_bytes == 3 * PIECE)
+    until(lambda: pinned.covers(some) is None)
     assert all(
         (start + nbytes) % PIECE == 0 for start, nbytes in list(driver.registered.items())[:-1]
     )
     pinned.close()
     assert ended(pinned)
     assert driver.registered == {}
-    assert driver.context is None
     assert pinned.refused is None
 
 
@@ -107,7 +112,7 @@ def test_a_limit_is_told_and_what_is_pinned_stays_so(
     driver = use(RecordingDriver(limit=2 * PIECE))
     memory = shared_memory(4 * PIECE)
     memory[:] = 1
-    pinned = PinnedMemory([memory], 0)
+    pinned = pinned_by(driver, memory, 0)
     until(lambda: pinned.refused is not None)
     assert pinned.pinned_bytes == sum(driver.registered.values()) > 0
     # It is told right after it is noted, by another thread.
@@ -127,7 +132,7 @@ def test_it_ends_while_it_waits_for_memory(
     use: Callable[[RecordingDriver], RecordingDriver],
 ) -> None:
     driver = use(RecordingDriver())
-    pinned = PinnedMemory([shared_memory(PIECE)], 0)
+    pinned = pinned_by(driver, shared_memory(PIECE), 0)
     pinned.close()
     assert ended(pinned)
     assert driver.registered == {}

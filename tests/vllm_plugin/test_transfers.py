@@ -1,6 +1,6 @@
 """The worker's own copies, against a real server.
 
-Those of GPU memory run on a CPU here, where nothing is queued and no pool can be pinned.
+Those of GPU memory copy this process's own memory here (own_device.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from own_device import use_own_device
 
 import kvdock
 from kvdock.types import BlockRegion, ChunkStatus, DeviceAllocation, GroupMemory, TransferMode
@@ -66,7 +67,7 @@ class Bench:
     def shared(self, kind: str) -> SharedTransfers:
         """Ready to use."""
         layouts = [self.layout]
-        mover = HostMover(layouts) if kind == "host" else DeviceMover(layouts, CPU, 1000)
+        mover = HostMover(layouts) if kind == "host" else DeviceMover(layouts, 0)
         transfers = SharedTransfers(mover, layouts, [SHAPE], STRATEGY, self.count_workers)
         transfers.prepare(self.session)
         return transfers
@@ -117,7 +118,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(start_server: Callable[..., Any]) -> Iterator[Bench]:
+def bench(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    use_own_device(monkeypatch)
     with ExitStack() as stack:
         yield Bench(start_server(), stack)
 
@@ -200,7 +202,7 @@ def test_what_is_told_to_stop_leaves_nothing(bench: Bench, kind: str) -> None:
     with pytest.raises(CopyStoppedError):
         # Its blocks are never computed.
         bench.store(transfers, Mark(never), lambda: time.monotonic() > began + 0.1)
-    asked = iter([False, False])
+    asked = iter([False])
     with pytest.raises(CopyStoppedError):
         bench.store(transfers, stop=lambda: next(asked, True))
     assert bench.scheduler.lookup("n", KEYS).chunks == 0
@@ -238,20 +240,20 @@ def test_nothing_is_copied_after_the_end(bench: Bench, kind: str) -> None:
     assert bench.workers == {TransferMode.SHARED: 0}
 
 
-def test_groups_of_unequal_blocks_share_the_staging_buffers(bench: Bench) -> None:
+def test_groups_have_blocks_of_their_own_size(bench: Bench) -> None:
     large = np.random.default_rng(3).integers(0, 256, (5, 3000), np.uint8)
     layouts = [bench.layout, GroupLayout(5, (Region(large.ctypes.data, 3000, 3000),), ("page",))]
-    mover = DeviceMover(layouts, CPU, 1000)  # less than one of the large blocks
+    mover = DeviceMover(layouts, 0)
     mover.open(bench.session)
     for position, ids, wanted in [
         (1, [4, 0, 2], large[[4, 0, 2]]),
         (0, [7, 1], bench.blocks[:, [7, 1]].transpose(1, 0, 2)),
     ]:
         host = np.zeros(wanted.size, np.uint8)
-        mover.gather(position, [HostBlocks(ids, host)], never)
+        mover.gather(bench.session, position, [HostBlocks(ids, host)], never)
         assert host.tobytes() == wanted.tobytes()
         host[:] = position
-        mover.scatter(position, [HostBlocks(ids, host)], never)
+        mover.scatter(bench.session, position, [HostBlocks(ids, host)], never)
     assert (large[[4, 0, 2]] == 1).all()
     assert (bench.blocks[:, [7, 1]] == 0).all()
     mover.close(bench.session)
@@ -267,7 +269,7 @@ def test_memory_that_cannot_be_exported_is_copied_in_shared_mode(
     assert bench.workers == {TransferMode.SHARED: 1}
     assert bench.mode() == ("SHARED", "the client has no device memory to export")
     assert "KVDock copies in shared mode: " in caplog.text
-    assert "no CUDA driver in this process" in caplog.text
+    assert "no usable CUDA driver on this host" in caplog.text
     assert set(bench.store(transfers, transfers.mark())) == {ChunkStatus.STORED}
     before = bench.blocks.copy()
     bench.blocks[:] = 0

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from kvdock_vllm.engine.answer_wait import AnswerWait
 from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.records import ReadScope, Record
@@ -17,11 +18,6 @@ _log = logging.getLogger(__name__)
 
 # Most keys that one Lookup may name. Of a longer prompt only the beginning is looked up.
 _MOST_KEYS = 16_384
-
-# How long a step in which the engine computes nothing may wait for answers. Without the wait the
-# engine would end the step and ask again in the next one, and an empty step takes longer than this.
-# An engine on whose steps others wait (ParallelStrategy.steps_alone) does not wait.
-_IDLE_WAIT_SECONDS = 0.002
 
 
 class Lookups:
@@ -45,13 +41,11 @@ class Lookups:
         self._read_scope = read_scope
         self._stats = stats
         self._timeout = timeout
-        self._idle_wait = _IDLE_WAIT_SECONDS if strategy.steps_alone else 0.0
-        self._idle_seconds = self._idle_wait
-        """The part of the idle wait that is left in this step."""
+        self._wait = AnswerWait(idle_steps_wait=strategy.steps_alone)
 
-    def begin_step(self, has_forward: bool) -> None:
-        """Begins a step. ``has_forward`` is whether the engine computes in it."""
-        self._idle_seconds = 0.0 if has_forward else self._idle_wait
+    def end_step(self, has_forward: bool) -> None:
+        """Ends a step's questions. ``has_forward`` is whether the engine computes in the step."""
+        self._wait.begin_step(time.monotonic(), is_idle=not has_forward)
 
     def ask(self, record: Record) -> None:
         """Looks a request up, if it has whole chunks and there is a server to ask."""
@@ -78,7 +72,7 @@ class Lookups:
         """The length of the hit in tokens from the prompt's first on. None: not answered yet."""
         # If the engine has computed all that a lookup could find, the answer is not waited for.
         is_wanted = lookup.most_tokens > num_computed_tokens
-        self._poll(lookup, self._idle_seconds if is_wanted else 0.0)
+        self._poll(lookup, self._wait.seconds_left if is_wanted else 0.0)
         if lookup.state is State.ASKED:
             return None if is_wanted else 0
         lookup.num_computed_tokens = num_computed_tokens
@@ -95,15 +89,18 @@ class Lookups:
             lookup.close()
 
     def _poll(self, lookup: Lookup, seconds: float = 0.0) -> None:
-        """Looks for an answer. Waits for it at most ``seconds`` of the step's idle wait."""
+        """Looks for an answer. Waits for it at most ``seconds``."""
         began = time.monotonic()
-        if lookup.poll(seconds):
-            self._count(lookup)
+        settled = lookup.poll(seconds)
         if seconds > 0:
-            self._idle_seconds -= time.monotonic() - began
+            now = time.monotonic()
+            self._wait.waited(now, now - began, in_vain=lookup.state is State.ASKED)
+        if settled:
+            self._count(lookup)
 
     def _count(self, lookup: Lookup) -> None:
         if lookup.state is State.ANSWERED:
+            self._wait.heard(lookup.answer_seconds)
             self._stats.add("lookups")
             self._stats.add("hit_tokens", lookup.hit_chunks * lookup.target.chunk_tokens)
             if self._link.breaker.succeeded():

@@ -175,7 +175,7 @@ class SchedulerHalf:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
         num_busy = len(scheduler_output.num_scheduled_tokens) + len(self.loads.under_way)
-        self.lookups.begin_step(has_forward)
+        self.lookups.end_step(has_forward)
         metadata = StepMetadata(
             news=self.link.take_news(),
             loads=self.loads.take_new(),

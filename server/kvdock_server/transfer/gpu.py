@@ -35,6 +35,7 @@ from kvdock_server.transfer.plans.group_memory import (
     GroupMemory,
     LayoutError,
 )
+from kvdock_server.transfer.plans.pieces import SERVER_PACE
 from kvdock_server.transfer.plans.planner import host_addresses
 
 logger = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class GpuTransfers:
             ordinal = visible.index(uuid)
             with self._lock:
                 if ordinal not in self._devices:
-                    self._devices[ordinal] = Device(driver, ordinal, self._pool)
+                    self._devices[ordinal] = Device(driver, ordinal, self._pool, SERVER_PACE)
                 return self._devices[ordinal]
         except CudaUnavailableError as error:
             raise DeviceMemoryError(str(error)) from error

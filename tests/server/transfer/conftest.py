@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvdock_server.transfer import gpu
 from kvdock_server.transfer.devices import kernels as device_kernels
-from kvdock_server.transfer.devices import pinning, staging
+from kvdock_server.transfer.devices import pinning
 from kvdock_server.transfer.fan_out import transfer
 from kvdock_server.transfer.plans import planner
 from kvdock_server.transfer.plans.cost_model import COST_MODEL
@@ -50,5 +51,4 @@ def staged(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be staged is."""
     model = COST_MODEL._replace(stage_us=0.0, stage_rectangles_below=1.0)
     monkeypatch.setattr(planner, "COST_MODEL", model)
-    for module in (planner, staging):
-        monkeypatch.setattr(module, "STAGED_PIECE_BYTES", 5000)
+    monkeypatch.setattr(gpu, "SERVER_PACE", replace(gpu.SERVER_PACE, staged_bytes=5000))

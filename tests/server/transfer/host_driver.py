@@ -206,8 +206,8 @@ class HostDriver:
         self.log.append("close")
 
     @_may_fail
-    def allocation_bytes(self, address: int) -> int:
-        return len(self.opened[address].bytes)
+    def allocation(self, address: int) -> tuple[int, int]:
+        return address, len(self.opened[address].bytes)
 
     @_may_fail
     def allocate(self, nbytes: int) -> int:

@@ -12,7 +12,7 @@ from kvdock_server.transfer.devices.copy_streams import CopyStreams, Direction
 from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
 from kvdock_server.transfer.devices.pinning import PinnedPool
 from kvdock_server.transfer.plans.arrays import U64
-from kvdock_server.transfer.plans.pieces import Rectangles, Segments
+from kvdock_server.transfer.plans.pieces import SERVER_PACE, Rectangles, Segments
 
 
 class CountingDriver:
@@ -71,7 +71,7 @@ def driver() -> CountingDriver:
 @pytest.fixture
 def streams(driver: CountingDriver) -> CopyStreams:
     pool = cast(PinnedPool, Pinned())
-    streams = CopyStreams(cast(Driver, driver), 1, Direction.LOAD, pool)
+    streams = CopyStreams(cast(Driver, driver), 1, Direction.LOAD, pool, SERVER_PACE)
     streams.open()
     return streams
 

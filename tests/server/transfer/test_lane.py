@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from kvdock_server.transfer.devices.lane import Lane, TransferFailedError
-from kvdock_server.transfer.plans.pieces import ForwardedBlocks, Piece, ScatteredBlocks, Segments
+from kvdock_server.transfer.plans.pieces import (
+    SERVER_PACE,
+    ForwardedBlocks,
+    Piece,
+    ScatteredBlocks,
+    Segments,
+)
 
 PIECE = 4096
 UNDER_WAY = 6
@@ -88,7 +94,7 @@ def streams() -> HostStreams:
 
 @pytest.fixture
 def lane(streams: HostStreams) -> Iterator[Lane]:
-    lane = Lane("test", streams)
+    lane = Lane("test", streams, SERVER_PACE.under_way_bytes)
     yield lane
     streams.gate.set()
     lane.close()
@@ -235,7 +241,7 @@ def test_a_transfer_whose_event_cannot_be_asked_fails(lane: Lane, streams: HostS
 
 
 def test_closing_cancels_what_is_there_and_refuses_what_comes(streams: HostStreams) -> None:
-    lane = Lane("test", streams)
+    lane = Lane("test", streams, SERVER_PACE.under_way_bytes)
     streams.gate.clear()
     transfers = [HostTransfer(streams, "a", 50), HostTransfer(streams, "b", 1)]
     transfers[1].is_ready = False
@@ -257,7 +263,7 @@ def test_a_thread_that_cannot_start_fails_transfers_with_the_reason() -> None:
             raise RuntimeError("no context")
 
     streams = Broken()
-    lane = Lane("test", streams)
+    lane = Lane("test", streams, SERVER_PACE.under_way_bytes)
     with pytest.raises(TransferFailedError, match="no context"):
         lane.submit(HostTransfer(streams, "a", 1)).settled.result(5)
     lane.close()

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ from kvdock_server.transfer.plans import planner as planning
 from kvdock_server.transfer.plans import regions
 from kvdock_server.transfer.plans.cost_model import COST_MODEL
 from kvdock_server.transfer.plans.group_memory import BlockRegion, GroupMemory, LayoutError
-from kvdock_server.transfer.plans.pieces import Piece, Rectangles, ScatteredBlocks, Segments
+from kvdock_server.transfer.plans.pieces import (
+    SERVER_PACE,
+    Piece,
+    Rectangles,
+    ScatteredBlocks,
+    Segments,
+)
 from kvdock_server.transfer.plans.planner import Planner, host_addresses
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -175,8 +181,9 @@ def check_plan(
 
     with pytest.MonkeyPatch.context() as patch:
         if tiny_limits:  # so that small arrays reach every branch
-            patch.setattr(planning, "PIECE_US", 3.0)
-            patch.setattr(planning, "STAGED_PIECE_BYTES", 4096)
+            patch.setattr(
+                planning, "SERVER_PACE", replace(SERVER_PACE, piece_us=3.0, staged_bytes=4096)
+            )
             for module in (planning, regions):
                 patch.setattr(module, "MAX_OPERATION_BYTES", 150)
             patch.setattr(planning, "_BATCH_OPERATIONS", 7)
@@ -184,7 +191,7 @@ def check_plan(
             patch.setattr(planning, "COST_MODEL", model)
         step = piece_bytes or 1 << 40
         borders = np.arange(HOST_BASE + step, HOST_BASE + len(host), step, dtype=np.uint64)
-        planner = Planner(layout, memory.bases, borders=borders)
+        planner = Planner(layout, memory.bases, borders=borders, pace=planning.SERVER_PACE)
         hosts = host_addresses(HOST_BASE + slots, layout, skip)
         moved = 0
         for piece in planner.plan(ids, hosts, stage=stage):

@@ -50,6 +50,7 @@ class Lookup:
         self.num_computed_tokens = 0
         """Tokens that the engine had computed when it was last told the hit."""
         self.asked_at = time.monotonic()
+        self._answered_at = 0.0
         self._deadline = self.asked_at + timeout
         self._future: Future[cache_pb2.LookupResponse] = live.session.submit(
             cache_pb2.LookupRequest(
@@ -59,11 +60,21 @@ class Lookup:
                 timeout_ms=round(timeout * 1000),
             )
         )
+        self._future.add_done_callback(self._note_time)
 
     @property
     def target(self) -> Target:
         """The target that the server was asked for."""
         return self.live.prepared
+
+    @property
+    def answer_seconds(self) -> float:
+        """How long the answer took, whenever it was looked for. Only once it is there."""
+        return (self._answered_at or time.monotonic()) - self.asked_at
+
+    def _note_time(self, _: Future[cache_pb2.LookupResponse]) -> None:
+        """Runs on the session's thread."""
+        self._answered_at = time.monotonic()
 
     def poll(self, seconds: float = 0.0) -> bool:
         """Waits at most ``seconds`` for the answer. True if this call settled the lookup."""

@@ -12,12 +12,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvdock_server.transfer.devices.driver import BATCH_SEGMENTS, CudaError, Driver, Side
+from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
 from kvdock_server.transfer.devices.kernels import GatherKernel
 from kvdock_server.transfer.devices.libcuda import CUDA_ERROR_INVALID_VALUE, rectangle
-from kvdock_server.transfer.devices.pinning import PinnedPool
+from kvdock_server.transfer.devices.pinning import Pinned
 from kvdock_server.transfer.devices.staging import StagingBuffers
-from kvdock_server.transfer.plans.pieces import CopyPiece, Rectangles, ScatteredBlocks, Segments
+from kvdock_server.transfer.plans.pieces import (
+    CopyPiece,
+    Pace,
+    Rectangles,
+    ScatteredBlocks,
+    Segments,
+)
 
 T = TypeVar("T")
 
@@ -29,8 +35,8 @@ _POLL_SECONDS = 100e-6
 
 _FIRST_SEGMENTS = 32
 _FIRST_RECTANGLES = 4
-"""Copies in the first call of the driver if the link is idle. Each further call has twice as many.
-The link begins only when a call returns, and a call with 512 segments takes up to a millisecond on
+"""Copies in the first call of the driver if the link is idle. Further calls have more and more. The
+link begins only when a call returns, and a call with 512 segments takes up to a millisecond on
 a processor that rested."""
 
 
@@ -48,12 +54,13 @@ class CopyStreams:
     """
 
     def __init__(
-        self, driver: Driver, context: int, direction: Direction, pool: PinnedPool
+        self, driver: Driver, context: int, direction: Direction, pool: Pinned, pace: Pace
     ) -> None:
         self._driver = driver
         self._context = context
         self.direction = direction
         self._pool = pool
+        self._pace = pace
         self._streams: list[int] = []
         """For copies, for kernels, and for the ends of work on other streams."""
         self._events: list[int] = []
@@ -160,7 +167,7 @@ class CopyStreams:
         """Make the staging buffers if there are none. False if the device lacks the memory."""
         if self._staging is None:
             try:
-                self._staging = StagingBuffers(self._driver)
+                self._staging = StagingBuffers(self._driver, self._pace.staged_bytes)
             except CudaError as error:
                 logger.warning("no memory to stage in, copy engines do it all: %s", error)
                 return False
@@ -183,7 +190,7 @@ class CopyStreams:
             if not len(segments):
                 return
         targets, sources = self._sides(segments.device, segments.host)
-        for call in self._calls(len(segments), _FIRST_SEGMENTS, BATCH_SEGMENTS):
+        for call in self._calls(len(segments), _FIRST_SEGMENTS, self._pace.batch_segments):
             self._driver.copy_batch(targets[call], sources[call], segments.nbytes[call], stream)
 
     def _calls(self, count: int, first: int, most: int) -> Iterator[slice]:
@@ -192,7 +199,7 @@ class CopyStreams:
         start = 0
         while start < count:
             yield slice(start, start + size)
-            start, size = start + size, min(2 * size, most)
+            start, size = start + size, min(self._pace.call_growth * size, most)
 
     def _sides(self, device: T, host: T) -> tuple[T, T]:
         """The target's side and the source's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import UUID
@@ -17,9 +17,9 @@ from kvdock_server.transfer.devices.driver import Driver
 from kvdock_server.transfer.devices.kernels import GatherKernel
 from kvdock_server.transfer.devices.lane import Lane
 from kvdock_server.transfer.devices.opened_events import OpenedEvents
-from kvdock_server.transfer.devices.pinning import PinnedPool
-from kvdock_server.transfer.plans.group_memory import DeviceAllocation, LayoutError
-from kvdock_server.transfer.plans.pieces import Piece
+from kvdock_server.transfer.devices.pinning import Pinned
+from kvdock_server.transfer.plans.group_memory import DeviceAllocation, GroupMemory, LayoutError
+from kvdock_server.transfer.plans.pieces import Pace, Piece
 from kvdock_server.transfer.plans.planner import Planner
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class MappedGroup(NamedTuple):
 class Device:
     """One GPU. Made when its first worker registers; lives as long as the server."""
 
-    def __init__(self, driver: Driver, ordinal: int, pool: PinnedPool) -> None:
+    def __init__(self, driver: Driver, ordinal: int, pool: Pinned, pace: Pace) -> None:
         """CudaError if the device gives no context."""
         self.driver = driver
         self.ordinal = ordinal
@@ -44,6 +44,7 @@ class Device:
         self.name = driver.device_name(ordinal)
         self.context = driver.retain_context(ordinal)
         self.pool = pool
+        self.pace = pace
         self.mappings = Mappings(driver)
         self.peer_mappings = Mappings(driver, sizes_are_known=True)
         """Memory of other devices, opened for copies from this one."""
@@ -53,9 +54,17 @@ class Device:
         """Used by the lane of the same direction, on its thread."""
         self.lanes: dict[Direction, Lane] = {}
         for direction in Direction:
-            streams = CopyStreams(driver, self.context, direction, pool)
+            streams = CopyStreams(driver, self.context, direction, pool, pace)
             self.streams[direction] = streams
-            self.lanes[direction] = Lane(f"{direction.value}-gpu{ordinal}", streams)
+            self.lanes[direction] = Lane(
+                f"{direction.value}-gpu{ordinal}", streams, pace.under_way_bytes
+            )
+
+    def planned(self, layout: GroupMemory, bases: Sequence[int]) -> MappedGroup:
+        """A group whose allocations lie at ``bases`` in this process. Its context is current."""
+        planner = Planner(layout, bases, borders=self.pool.borders, pace=self.pace)
+        kernel = self.gather_kernel(planner) if planner.may_stage(forwarded=False) else None
+        return MappedGroup(planner, kernel)
 
     def gather_kernel(self, planner: Planner) -> GatherKernel | None:
         """The kernel for the scattered blocks of a group; None if it cannot be made."""
@@ -165,7 +174,8 @@ class Mappings:
         if self._sizes_are_known:
             return _Mapping(address, allocation.nbytes)
         try:
-            return _Mapping(address, self._driver.allocation_bytes(address))
+            base, nbytes = self._driver.allocation(address)
+            return _Mapping(address, nbytes - (address - base))
         except BaseException:
             self._driver.ipc_close_memory(address)
             raise

@@ -24,11 +24,6 @@ from kvdock_server.transfer.plans.arrays import U64
 
 logger = logging.getLogger(__name__)
 
-BATCH_SEGMENTS = 512
-"""Best count for one ``copy_batch``. With segments of 64 KiB, calls of 512 reach 52.8 / 52.1 GB/s
-(to host / to device), calls of 2,048 reach 51.9 / 49.8, and one call of 16,384 reaches 36.2 / 33.9.
-"""
-
 _Number: TypeAlias = c_int | c_void_p | libcuda.DevicePtr
 
 
@@ -125,6 +120,12 @@ class Driver:
             libcuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
         )
 
+    def ipc_handle(self, base: int) -> bytes:
+        """The 64-byte handle by which another process maps this process's allocation."""
+        handle = libcuda.Handle()
+        self._call("cuIpcGetMemHandle", byref(handle), base)
+        return bytes(handle.reserved)
+
     def ipc_close_memory(self, address: int) -> None:
         self._give_back("cuIpcCloseMemHandle", address)
 
@@ -132,11 +133,11 @@ class Driver:
         opaque = libcuda.Handle.from_buffer_copy(handle)
         return self._answer(c_void_p(), "cuIpcOpenEventHandle", opaque)
 
-    def allocation_bytes(self, address: int) -> int:
-        """Bytes from ``address`` to the end of its allocation."""
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Base and size in bytes of the allocation that has this address."""
         base, size = libcuda.DevicePtr(), c_size_t()
         self._call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
-        return size.value - (address - base.value)
+        return base.value, size.value
 
     def allocate(self, nbytes: int) -> int:
         """The address of ``nbytes`` of the current device's memory."""

@@ -39,10 +39,6 @@ _LEAST_UNDER_WAY = 2
 """So many pieces are under way however large they are: one is copied, the next one waits."""
 _MOST_UNDER_WAY = 6
 """No more pieces are under way than this, however small they are."""
-_FULL_BYTES = 160 << 20
-"""Between the two, another piece is started while those under way have fewer bytes than this. They
-keep the link busy when the thread is late, since it shares the interpreter with the event loop.
-Forwarded blocks do not count, since they do not use the link to the host."""
 _FIRST_POLL_SECONDS = 50e-6
 """The first pause between two looks for a ready job. Each further pause is twice as long."""
 _LAST_POLL_SECONDS = 500e-6
@@ -184,9 +180,16 @@ class Job:
 class Lane:
     """A thread, and the jobs that it carries out. See the top of this module."""
 
-    def __init__(self, name: str, streams: Streams) -> None:
-        """``name`` is the thread's."""
+    def __init__(self, name: str, streams: Streams, full_bytes: int) -> None:
+        """``name`` is the thread's.
+
+        Between the least and the most pieces under way, another piece is started while those under
+        way have fewer than ``full_bytes`` bytes. They keep the link busy when the thread is late,
+        since it shares the interpreter with others. Forwarded blocks do not count, since they do
+        not use the link to the host.
+        """
         self._streams = streams
+        self._full_bytes = full_bytes
         self._wake = threading.Condition()
         self._new: deque[Job] = deque()
         self._closed: TransferFailedError | None = None
@@ -262,7 +265,7 @@ class Lane:
             for _, piece, _ in self._under_way
             if not isinstance(piece, ForwardedBlocks)
         )
-        return count < _MOST_UNDER_WAY and nbytes < _FULL_BYTES
+        return count < _MOST_UNDER_WAY and nbytes < self._full_bytes
 
     def _take_new(self) -> bool:
         """Take over new jobs. Sleep while there are no jobs at all. False if the lane is closed."""

@@ -133,6 +133,7 @@ SIGNATURES: dict[str, list[type]] = {
     "cuDeviceCanAccessPeer": [POINTER(c_int), c_int, c_int],
     "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
     "cuCtxSetCurrent": [c_void_p],
+    "cuIpcGetMemHandle": [POINTER(Handle), DevicePtr],
     "cuIpcOpenMemHandle_v2": [POINTER(DevicePtr), Handle, c_uint],
     "cuIpcCloseMemHandle": [DevicePtr],
     "cuIpcOpenEventHandle": [POINTER(c_void_p), Handle],

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from kvdock_server.transfer.devices.device import Device, MappedGroup
 from kvdock_server.transfer.devices.opened_events import OpenedEvents
 from kvdock_server.transfer.plans.group_memory import DeviceAllocation, GroupMemory
-from kvdock_server.transfer.plans.planner import Planner
 
 
 class MappedMemory:
@@ -40,10 +39,7 @@ class MappedMemory:
                 self._handles.append(allocation.ipc_handle)
             for group_idx, layout in layouts.items():
                 layout.check([allocation.nbytes for allocation in allocations])
-                planner = Planner(layout, bases, borders=device.pool.borders)
-                stages = planner.may_stage(forwarded=False)
-                kernel = device.gather_kernel(planner) if stages else None
-                self.groups[group_idx] = MappedGroup(planner, kernel)
+                self.groups[group_idx] = device.planned(layout, bases)
         except BaseException:
             self.close()
             raise

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import logging
 import threading
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,17 @@ logger = logging.getLogger(__name__)
 
 SECTION_BYTES = 16 << 30
 """To fault a section in takes some seconds, to register it 0.054 s a GiB."""
+
+
+class Pinned(Protocol):
+    """Host memory that is pinned by and by. Any thread may ask."""
+
+    @property
+    def borders(self) -> U64:
+        """Host addresses that no copy may cross, ascending."""
+
+    def covers(self, host: U64) -> npt.NDArray[np.bool_] | None:
+        """For each host address, whether it is pinned. None: all of the memory is."""
 
 
 class PinnedPool:

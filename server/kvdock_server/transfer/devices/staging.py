@@ -9,7 +9,6 @@ from typing import NamedTuple
 from kvdock_server.transfer.devices.driver import Driver
 from kvdock_server.transfer.plans.pieces import (
     MAX_STAGED_BLOCKS,
-    STAGED_PIECE_BYTES,
     STAGING_BUFFERS,
 )
 
@@ -30,11 +29,11 @@ class StagingBuffer(NamedTuple):
 class StagingBuffers:
     """The buffers of one direction of one device, used in turn. On the lane's thread only."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, buffer_bytes: int) -> None:
         """CudaError if the device has no memory for them."""
         self._driver = driver
         with contextlib.ExitStack() as made:
-            address = driver.allocate(STAGING_BUFFERS * STAGED_PIECE_BYTES)
+            address = driver.allocate(STAGING_BUFFERS * buffer_bytes)
             made.callback(driver.free, address)
             ids_address = driver.allocate_host(STAGING_BUFFERS * MAX_STAGED_BLOCKS * _ID_BYTES)
             made.callback(driver.free_host, ids_address)
@@ -44,7 +43,7 @@ class StagingBuffers:
                 made.callback(driver.destroy_event, released)
                 buffers.append(
                     StagingBuffer(
-                        address + number * STAGED_PIECE_BYTES,
+                        address + number * buffer_bytes,
                         ids_address + number * MAX_STAGED_BLOCKS * _ID_BYTES,
                         released,
                     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvdock_server.transfer.devices import kernels
 from kvdock_server.transfer.devices.device import Device
-from kvdock_server.transfer.devices.driver import BATCH_SEGMENTS, CudaError, Driver, Side
+from kvdock_server.transfer.devices.driver import CudaError, Driver, Side
 from kvdock_server.transfer.devices.kernels import PeerKernel
 from kvdock_server.transfer.devices.libcuda import (
     CUDA_ERROR_INVALID_VALUE,
@@ -20,7 +20,7 @@ from kvdock_server.transfer.devices.libcuda import (
 )
 from kvdock_server.transfer.plans.cost_model import COST_MODEL
 from kvdock_server.transfer.plans.peer_planner import PeerPlanner
-from kvdock_server.transfer.plans.pieces import ForwardedBlocks, Rectangles, Segments
+from kvdock_server.transfer.plans.pieces import SERVER_PACE, ForwardedBlocks, Rectangles, Segments
 from kvdock_server.transfer.plans.regions import MergedRegions
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class PeerGroup:
 def _copy_segments(driver: Driver, segments: Segments, stream: int) -> None:
     if driver.has_batch_copy:
         try:
-            for start in range(0, len(segments), BATCH_SEGMENTS):
-                call = segments.take(slice(start, start + BATCH_SEGMENTS))
+            for start in range(0, len(segments), SERVER_PACE.batch_segments):
+                call = segments.take(slice(start, start + SERVER_PACE.batch_segments))
                 driver.copy_batch(call.host, call.device, call.nbytes, stream)
             return
         except CudaError as error:

@@ -15,14 +15,37 @@ import numpy.typing as npt
 
 from kvdock_server.transfer.plans.arrays import I64, U64, ranges
 
-PIECE_US = 1200.0
-"""Microseconds that one piece of copy-engine work takes: 64 MiB of large segments."""
 
-STAGED_PIECE_BYTES = 256 << 20
-"""Bytes of one staged piece, and of one staging buffer. Two processes share a multiprocessor by
-time slices, so few large kernels cost an engine less than many small ones. Beside stores without
-pause the engine's step took 1.38 times as long with 32 MiB, 1.20 times with 128 MiB, and 1.11 times
-with 256 MiB. Beside loads it took 1.34 times as long with 128 MiB, and 1.20 times with 256 MiB."""
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How large the steps are in which a process copies."""
+
+    piece_us: float
+    """Microseconds that one piece of copy-engine work takes."""
+    under_way_bytes: int
+    """While the pieces under way have fewer bytes, another piece may be started."""
+    staged_bytes: int
+    """Bytes of one staged piece, and of one staging buffer."""
+    batch_segments: int
+    """Segments in one call of the driver."""
+    call_growth: int
+    """If the link is idle, each call of the driver has so many times the copies of the one before.
+    """
+
+
+SERVER_PACE = Pace(1200.0, 160 << 20, 256 << 20, 512, 2)
+"""A piece of large segments has 64 MiB. Calls of 512 segments of 64 KiB reach 52.8 / 52.1 GB/s (to
+host / to device), calls of 2,048 reach 51.9 / 49.8, and one call of 16,384 reaches 36.2 / 33.9.
+
+Two processes share a multiprocessor by time slices, so few large kernels cost an engine less than
+many small ones. Beside stores without pause the engine's step took 1.38 times as long with staged
+pieces of 32 MiB, 1.20 times with 128 MiB, and 1.11 times with 256 MiB. Beside loads it took 1.34
+times as long with 128 MiB, and 1.20 times with 256 MiB."""
+
+ENGINE_PACE = Pace(8000.0, 640 << 20, 128 << 20, 2048, 8)
+"""In an engine's process. After each call of the driver the copying thread waits for the
+interpreter's lock, up to 5 ms while the engine computes. So the calls are few. Kernels there cost
+the engine little, and staging buffers are the engine's memory."""
 
 STAGING_BUFFERS = 2
 """Staging buffers for each direction of each device: the most staged pieces under way."""

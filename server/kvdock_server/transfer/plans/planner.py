@@ -33,9 +33,9 @@ from kvdock_server.transfer.plans.group_memory import GroupMemory
 from kvdock_server.transfer.plans.pieces import (
     MAX_OPERATION_BYTES,
     MAX_STAGED_BLOCKS,
-    PIECE_US,
-    STAGED_PIECE_BYTES,
+    SERVER_PACE,
     CopyPiece,
+    Pace,
     Rectangles,
     ScatteredBlocks,
     Segments,
@@ -50,7 +50,12 @@ class Planner:
     """Plans the copies of one group of one worker."""
 
     def __init__(
-        self, layout: GroupMemory, bases: Sequence[int], *, borders: U64 | None = None
+        self,
+        layout: GroupMemory,
+        bases: Sequence[int],
+        *,
+        borders: U64 | None = None,
+        pace: Pace = SERVER_PACE,
     ) -> None:
         """``bases`` are the addresses at which the worker's allocations are mapped here.
 
@@ -58,6 +63,7 @@ class Planner:
         """
         self.layout = layout
         self.block_bytes = layout.block_bytes
+        self._pace = pace
         self.regions = merged(layout, bases)
         self._borders = borders if borders is not None else np.zeros(0, dtype=np.uint64)
         # One region without gaps: consecutive ids are contiguous.
@@ -68,7 +74,7 @@ class Planner:
         costs_us = segment_costs_us(self.regions.nbytes, are_apart=self._are_apart)
         self._grouping = cheapest_grouping(self.regions, costs_us)
         self._run_us = len(self.regions.device) * COST_MODEL.rectangle_us
-        self._fits_staging = not self._dense and self.block_bytes * 2 <= STAGED_PIECE_BYTES
+        self._fits_staging = not self._dense and self.block_bytes * 2 <= pace.staged_bytes
 
     def may_stage(self, *, forwarded: bool) -> bool:
         """True if some plans have scattered blocks, since single blocks cost copy engines too much.
@@ -188,7 +194,7 @@ class Planner:
                 )
 
     def _staged_pieces(self, ids: I64, hosts: U64) -> Iterator[CopyPiece]:
-        blocks = min(STAGED_PIECE_BYTES // self.block_bytes, MAX_STAGED_BLOCKS)
+        blocks = min(self._pace.staged_bytes // self.block_bytes, MAX_STAGED_BLOCKS)
         size = np.uint64(self.block_bytes)
         for start in range(0, len(ids), blocks):
             host = hosts[start : start + blocks]
@@ -203,7 +209,7 @@ class Planner:
     def _segment_pieces(self, segments: Segments) -> Iterator[Segments]:
         segments = self._within_borders(_split(segments, MAX_OPERATION_BYTES))
         costs_us = segment_costs_us(segments.nbytes, are_apart=self._are_apart)
-        for piece in _cut(segments.nbytes, costs_us):
+        for piece in _cut(segments.nbytes, costs_us, self._pace.piece_us):
             yield segments.take(piece)
 
     def _rectangle_pieces(self, rectangles: Rectangles) -> Iterator[CopyPiece]:
@@ -214,7 +220,8 @@ class Planner:
                 # These are blocks that lie on a border.
                 yield from self._segment_pieces(rectangles.take(crossing).rows())
                 rectangles = rectangles.take(~crossing)
-        for piece in _cut(rectangles.width * rectangles.height, COST_MODEL.rectangle_us):
+        nbytes = rectangles.width * rectangles.height
+        for piece in _cut(nbytes, COST_MODEL.rectangle_us, self._pace.piece_us):
             yield rectangles.take(piece)
 
     def _crosses(self, host: U64, span: U64 | np.uint64) -> npt.NDArray[np.bool_]:
@@ -267,15 +274,15 @@ def _split(segments: Segments, most: int) -> Segments:
     )
 
 
-def _cut(nbytes: U64, cost_us: float | npt.NDArray[np.float64]) -> Iterator[slice]:
-    """Slices of operations, each slice about PIECE_US of work.
+def _cut(nbytes: U64, cost_us: float | npt.NDArray[np.float64], piece_us: float) -> Iterator[slice]:
+    """Slices of operations, each slice about ``piece_us`` microseconds of work.
 
     Operation ``i`` moves ``nbytes[i]`` bytes. ``cost_us`` is added to the time of its bytes.
     """
     if not len(nbytes):
         return
     ends = np.cumsum(nbytes / COST_MODEL.link_bytes_per_us + cost_us)
-    cuts = np.searchsorted(ends, np.arange(PIECE_US, ends[-1], PIECE_US)).tolist()
+    cuts = np.searchsorted(ends, np.arange(piece_us, ends[-1], piece_us)).tolist()
     start = 0
     for end in [*(cut + 1 for cut in cuts), len(nbytes)]:
         if end > start:

@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from kvdock.types import BlockRegion, DeviceAllocation, GroupMemory
-from kvdock_vllm.engine.device.cuda_driver import CudaError, Driver
+from kvdock_server.transfer.devices.driver import (
+    CudaError,
+    CudaUnavailableError,
+    Driver,
+    load_driver,
+)
 from kvdock_vllm.engine.layout import GroupLayout
 
 
@@ -45,39 +50,39 @@ def export_memory(groups: Sequence[ExportedGroup], device_ordinal: int) -> Expor
     """
     try:
         return _export(groups, device_ordinal)
-    except CudaError as error:
+    except (CudaError, CudaUnavailableError) as error:
         raise NotExportableError(str(error)) from error
 
 
 def _export(groups: Sequence[ExportedGroup], device_ordinal: int) -> ExportedMemory:
-    driver = Driver()
+    driver = load_driver()
+    driver.set_current(driver.retain_context(device_ordinal))
     exported = ExportedMemory([], [])
     allocations: dict[int, int] = {}  # base address: index
-    with driver.context_of(device_ordinal):
-        uuid = driver.device_uuid(device_ordinal)
-        for group_idx, layout, blocks_per_chunk in groups:
-            regions = []
-            for region in layout.regions:
-                base, nbytes = driver.allocation(region.address)
-                if base not in allocations:
-                    # The handle comes before any use of the size. Memory that is mapped piece by
-                    # piece has no handle, and its size would be that of one piece.
-                    handle = _ipc_handle(driver, base)
-                    allocations[base] = len(allocations)
-                    exported.allocations.append(DeviceAllocation(handle, nbytes, uuid))
-                offset = region.address - base
-                end = offset + (layout.num_blocks - 1) * region.block_stride + region.page_bytes
-                if end > nbytes:
-                    raise ValueError(
-                        f"a region of {layout.num_blocks} blocks at offset {offset} ends at {end}, "
-                        f"its allocation has {nbytes} bytes"
-                    )
-                regions.append(
-                    BlockRegion(allocations[base], offset, region.block_stride, region.page_bytes)
+    uuid = driver.device_uuids()[device_ordinal]
+    for group_idx, layout, blocks_per_chunk in groups:
+        regions = []
+        for region in layout.regions:
+            base, nbytes = driver.allocation(region.address)
+            if base not in allocations:
+                # The handle comes before any use of the size. Memory that is mapped piece by
+                # piece has no handle, and its size would be that of one piece.
+                handle = _ipc_handle(driver, base)
+                allocations[base] = len(allocations)
+                exported.allocations.append(DeviceAllocation(handle, nbytes, uuid))
+            offset = region.address - base
+            end = offset + (layout.num_blocks - 1) * region.block_stride + region.page_bytes
+            if end > nbytes:
+                raise ValueError(
+                    f"a region of {layout.num_blocks} blocks at offset {offset} ends at {end}, "
+                    f"its allocation has {nbytes} bytes"
                 )
-            exported.groups.append(
-                GroupMemory(group_idx, layout.num_blocks, blocks_per_chunk, tuple(regions))
+            regions.append(
+                BlockRegion(allocations[base], offset, region.block_stride, region.page_bytes)
             )
+        exported.groups.append(
+            GroupMemory(group_idx, layout.num_blocks, blocks_per_chunk, tuple(regions))
+        )
     return exported
 
 

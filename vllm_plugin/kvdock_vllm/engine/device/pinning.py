@@ -17,14 +17,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvdock_server.transfer.devices.driver import CudaError, Driver
 from kvdock_vllm.engine import affinity
-from kvdock_vllm.engine.device.cuda_driver import CudaError, Driver
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     Bytes = npt.NDArray[np.uint8]
+    U64 = npt.NDArray[np.uint64]
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +46,18 @@ def cut(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 class PinnedMemory:
     """Pins memory until it is closed, on its own thread, and keeps the memory alive until then."""
 
-    def __init__(self, memory: Sequence[Bytes], device_ordinal: int) -> None:
-        """``memory`` is mapped in whole pages. ``device_ordinal`` says whose context to use."""
+    def __init__(self, memory: Sequence[Bytes], driver: Driver, context: int) -> None:
+        """``memory`` is mapped in whole pages. ``context`` is the driver's that pins it."""
         self._memory = list(memory)
-        self._device_ordinal = device_ordinal
+        self._driver = driver
+        self._context = context
+        pieces = sorted(
+            (each.ctypes.data + begin, end - begin)
+            for each in memory
+            for begin, end in cut(each.ctypes.data, len(each))
+        )
+        self._starts: U64 = np.array([address for address, _ in pieces], dtype=np.uint64)
+        self._is_pinned = np.zeros(len(pieces), dtype=np.bool_)
         self._registered: list[tuple[int, int]] = []
         self.refused: str | None = None
         """Why not all of the memory can be pinned; None if it can."""
@@ -59,6 +69,17 @@ class PinnedMemory:
     def pinned_bytes(self) -> int:
         return sum(nbytes for _, nbytes in self._registered)
 
+    @property
+    def borders(self) -> U64:
+        """Addresses that no copy may cross, ascending."""
+        return self._starts[1:]
+
+    def covers(self, host: U64) -> npt.NDArray[np.bool_] | None:
+        """For each address in the memory, whether it is pinned. None: all of the memory is."""
+        if self._is_pinned.all():
+            return None
+        return np.asarray(self._is_pinned[np.searchsorted(self.borders, host, side="right")])
+
     def close(self) -> None:
         """Unregisters everything in the background. No copy may be under way or follow."""
         self._closed.set()
@@ -66,18 +87,17 @@ class PinnedMemory:
     def _run(self) -> None:
         affinity.restore()
         try:
-            driver = Driver()
-            with driver.context_of(self._device_ordinal):
-                self._register(driver)
-                self._closed.wait()
-                self._unregister(driver)
+            self._driver.set_current(self._context)
+            self._register()
+            self._closed.wait()
+            self._unregister()
         except CudaError as error:
             self._refuse(error)
         except Exception:
             _log.exception("pinning the pool failed")
         self._memory.clear()
 
-    def _register(self, driver: Driver) -> None:
+    def _register(self) -> None:
         began = time.monotonic()
         for memory in self._memory:
             address = memory.ctypes.data
@@ -85,21 +105,23 @@ class PinnedMemory:
                 if not self._wait_until_backed(address + begin, end - begin):
                     return
                 try:
-                    driver.register_host(address + begin, end - begin)
+                    self._driver.register_host(address + begin, end - begin)
                 except CudaError as error:
                     self._refuse(error)
                     return
                 self._registered.append((address + begin, end - begin))
+                self._note(address + begin, is_pinned=True)
         seconds = time.monotonic() - began
         _log.info("pinned the pool's %.1f GiB in %.1f s", self.pinned_bytes / 2**30, seconds)
 
-    def _unregister(self, driver: Driver) -> None:
+    def _unregister(self) -> None:
         while self._registered:
             address, _ = self._registered.pop()
-            try:
-                driver.unregister_host(address)
-            except CudaError as error:
-                _log.error("a piece of the pool could not be unpinned: %s", error)
+            self._note(address, is_pinned=False)
+            self._driver.unregister_host(address)
+
+    def _note(self, address: int, *, is_pinned: bool) -> None:
+        self._is_pinned[np.searchsorted(self._starts, address)] = is_pinned
 
     def _refuse(self, error: CudaError) -> None:
         nbytes = sum(len(memory) for memory in self._memory)

@@ -21,6 +21,7 @@ import torch
 from kvdock import Session
 from kvdock.errors import DeviceMemory, PoolUnmappable
 from kvdock.types import ChunkStatus, TransferMode
+from kvdock_server.transfer.devices.driver import CudaError, CudaUnavailableError
 from kvdock_vllm.engine.copier import CopyStoppedError
 from kvdock_vllm.engine.device.memory import (
     ExportedGroup,
@@ -80,7 +81,7 @@ class DeviceTransfers(Transfers):
         self._fence = Fence()
         self._server = ServerChunkTransfers(strategy, self._fence)
         self._shared = SharedTransfers(
-            DeviceMover(layouts, device), layouts, shapes, strategy, count_workers
+            DeviceMover(layouts, device.index or 0), layouts, shapes, strategy, count_workers
         )
         self._events: ReadyEvents | None = None
         self._not_exportable = ""
@@ -189,8 +190,8 @@ class DeviceTransfers(Transfers):
         except (DeviceMemory, PoolUnmappable) as error:
             self._fence.registered(session)  # a refusal is an answer, too
             return self._no_way(error.message)
-        except torch.OutOfMemoryError as error:
-            return self._no_way(f"no device memory for staging buffers in shared mode: {error}")
+        except (CudaError, CudaUnavailableError) as error:
+            return self._no_way(f"this process cannot copy by itself: {error}")
         _log.info(
             "KVDock copies in %s mode: %s (%.0f ms)",
             registration.mode.name.lower(),

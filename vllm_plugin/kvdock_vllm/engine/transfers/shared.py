@@ -60,16 +60,20 @@ class Mover(ABC):
         """No copy is under way any more, and none will follow."""
 
     @abstractmethod
-    def gather(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
-        """Copies blocks of the group at ``position`` to the host. However this ends, no copy is
-        under way any more.
+    def gather(
+        self, session: Session, position: int, parts: Sequence[HostBlocks], stop: Stop
+    ) -> None:
+        """Copies blocks of the group at ``position`` to the session's pool. However this ends, no
+        copy is under way any more.
 
         Raises CopyStoppedError as soon as ``stop()`` is true.
         """
 
     @abstractmethod
-    def scatter(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
-        """Copies blocks from the host, like :meth:`gather`."""
+    def scatter(
+        self, session: Session, position: int, parts: Sequence[HostBlocks], stop: Stop
+    ) -> None:
+        """Copies blocks from the pool, like :meth:`gather`."""
 
 
 class HostMover(Mover):
@@ -84,10 +88,14 @@ class HostMover(Mover):
     def close(self, session: Session) -> None:
         """Does nothing: nothing was kept."""
 
-    def gather(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
+    def gather(
+        self, session: Session, position: int, parts: Sequence[HostBlocks], stop: Stop
+    ) -> None:
         self._copiers[position].gather(parts, stop)
 
-    def scatter(self, position: int, parts: Sequence[HostBlocks], stop: Stop) -> None:
+    def scatter(
+        self, session: Session, position: int, parts: Sequence[HostBlocks], stop: Stop
+    ) -> None:
         self._copiers[position].scatter(parts, stop)
 
 
@@ -150,7 +158,7 @@ class SharedTransfers(Transfers):
         if parts:
             _wait(request.ready, request.stop, _LOAD_READY_SECONDS)
             with self._using(session):
-                self._mover.scatter(group.position, parts, request.stop)
+                self._mover.scatter(session, group.position, parts, request.stop)
         # One range costs the server less, but tells nothing if some chunks were missing.
         held = self._free_locks(session, group, one_range=all(filled))
         return [ok and lock for ok, lock in zip(filled, held, strict=True)]
@@ -205,7 +213,7 @@ class SharedTransfers(Transfers):
             with request.reading():
                 _wait(request.ready, request.stop, _STORE_READY_SECONDS)
                 with self._using(session):
-                    self._mover.gather(group.position, parts, request.stop)
+                    self._mover.gather(session, group.position, parts, request.stop)
             if request.stop():
                 raise CopyStoppedError
         except BaseException:
