@@ -21,7 +21,7 @@ from kvdock_server.index.chunk import NamespaceIndex
 from kvdock_server.index.index import HitSpan, Index
 from kvdock_server.steps import Steps
 
-_CHUNKS_A_STEP: Final = 512
+_CHUNKS_A_STEP: Final = 256
 
 K = TypeVar("K")
 
