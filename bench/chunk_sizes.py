@@ -15,7 +15,9 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import control_plane
 import data_path
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="measure for less time")
     quick = parser.parse_args().quick
     effort = control_plane.QUICK if quick else control_plane.FULL
+    rounds = 3 if quick else 5
     table: dict[str, Cells] = {
         "tokens computed again at a hit's end, mean": each(lambda size: f"{(size - 1) / 2:g}"),
         **{
@@ -55,7 +58,7 @@ def main() -> None:
         },
         "keys of the prompt": each(keys_ms),
     }
-    table |= lookups(effort)
+    table |= lookups(replace(effort, rounds=2), rounds)
     table["index, a pool of 100 GiB of Llama 8B"] = index_bytes(effort)
     table["server's work, store of the prompt"] = each(lambda size: store_ms(size, told=False))
     table["the same with event data"] = each(lambda size: store_ms(size, told=True))
@@ -63,7 +66,7 @@ def main() -> None:
         lambda size: f"{PREFILL_TOKENS / size:,.0f}"
     )
     table |= delivered(events.QUICK if quick else events.FULL)
-    table |= shared_rates(2 if quick else 6)
+    table |= shared_rates(rounds)
     print("| | " + " | ".join(map(str, SIZES)) + " |")
     print("|---" * (len(SIZES) + 1) + "|")
     for what, cells in table.items():
@@ -98,10 +101,12 @@ def keys_ms(size: int) -> str:
     return milliseconds(cpu_median(lambda: chunk_keys(tokens, size)))
 
 
-def lookups(effort: control_plane.Effort) -> dict[str, Cells]:
+def lookups(effort: control_plane.Effort, rounds: int) -> dict[str, Cells]:
     """Lookups of the prompt, all of it cached."""
     keys = control_plane.prompt_keys(PROMPT_TOKENS // min(SIZES))
-    medians, ratios, rates = [], [], []
+    took: dict[int, list[float]] = {size: [] for size in SIZES}
+    over: dict[int, list[float]] = {size: [] for size in SIZES}
+    rates: dict[int, list[tuple[float, float]]] = {size: [] for size in SIZES}
     with tempfile.TemporaryDirectory(prefix="kvdock-bench-") as name:
         folder = Path(name)
         with ServerProcess(folder, memory="64MiB") as server, BareServer(folder) as bare:
@@ -109,20 +114,22 @@ def lookups(effort: control_plane.Effort) -> dict[str, Cells]:
                 client.register_namespace(control_plane.NAMESPACE)
                 shards = [bytes(control_plane.SHARD_BYTES)] * len(keys)
                 client.put(control_plane.NAMESPACE.name, keys, shards)
-            for size in SIZES:
+            ends = server.address, bare.target
+            for size in SIZES * rounds:
                 count = PROMPT_TOKENS // size
-                hits, _ = control_plane.blocking_latencies(
-                    server.address, bare.target, keys[:count], effort
-                )
-                median = percentile(hits.kvdock, 50)
-                medians.append(milliseconds(median))
-                ratios.append(f"{median / percentile(hits.bare, 50):.2f}")
-                row = control_plane.rate_row(server.address, bare.target, count, effort)
-                rates.append(row.measured.removesuffix(" lookups/s"))
+                hits, _ = control_plane.blocking_latencies(*ends, keys[:count], effort)
+                took[size].append(percentile(hits.kvdock, 50))
+                over[size].append(took[size][-1] / percentile(hits.bare, 50))
+                rates[size].append(control_plane.rates(*ends, count, effort))
     return {
-        "lookup of the prompt, p50": medians,
-        "over a bare round trip": ratios,
-        "lookups a second, 8 clients": rates,
+        "lookup of the prompt, p50": each(lambda size: milliseconds(median(took[size]))),
+        "over a bare round trip": each(lambda size: f"{median(over[size]):.2f}"),
+        "lookups a second, 8 clients": each(
+            lambda size: f"{median(lookups for lookups, _ in rates[size]):,.0f}"
+        ),
+        "over their bare round trips": each(
+            lambda size: f"{median(lookups / turns for lookups, turns in rates[size]):.2f}"
+        ),
     }
 
 
@@ -179,21 +186,25 @@ def delivered(effort: events.Effort) -> dict[str, Cells]:
 
 
 def shared_rates(rounds: int) -> dict[str, Cells]:
-    """Copies of 2 GiB through the mapped pool, over memcpy."""
-    stores, retrieves = [], []
+    """Copies of 512 MiB through the mapped pool, over memcpy."""
+    stores: dict[int, list[float]] = {size: [] for size in SIZES}
+    retrieves: dict[int, list[float]] = {size: [] for size in SIZES}
     with (
         tempfile.TemporaryDirectory(prefix="kvdock-bench-") as name,
-        ServerProcess(Path(name), memory=str(data_path.POOL_BYTES)) as server,
+        ServerProcess(Path(name), memory="2GiB") as server,
         Client(server.address) as client,
     ):
         wait_for_pool(client, lambda pool: pool.ready_bytes)
-        for size in SIZES:
+        for size in SIZES * rounds:
             client.register_namespace(data_path.namespace(size))
-            store, retrieve = data_path.shared_rows(client, size, rounds)
+            store, retrieve = data_path.shared_timings(client, size, 4_096, rounds=3)
             client.clear(all=True)
-            stores.append(store.ratio)
-            retrieves.append(retrieve.ratio)
-    return {"shared store, over memcpy": stores, "shared retrieve": retrieves}
+            stores[size].append(store.ratio)
+            retrieves[size].append(retrieve.ratio)
+    return {
+        "shared store, over memcpy": each(lambda size: f"{median(stores[size]):.0%}"),
+        "shared retrieve, over memcpy": each(lambda size: f"{median(retrieves[size]):.0%}"),
+    }
 
 
 if __name__ == "__main__":

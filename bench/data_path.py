@@ -93,9 +93,14 @@ class Timings:
         self.kvdock.append(kvdock)
         self.ceiling.append((before + after) / 2)
 
+    @property
+    def ratio(self) -> float:
+        """Of the rates. It is taken in each round, since the machine's speed changes."""
+        return median(own / mine for own, mine in zip(self.ceiling, self.kvdock, strict=True))
+
     def row(self, what: str, ceiling: str, bound: float) -> Row:
-        """A row of medians. The ratio is taken in each round, since the machine's speed changes."""
-        ratio = median(own / mine for own, mine in zip(self.ceiling, self.kvdock, strict=True))
+        """A row of medians."""
+        ratio = self.ratio
         return Row(
             what,
             f"{self.nbytes / median(self.kvdock) / 1e9:.2f} GB/s",
@@ -176,8 +181,20 @@ def seconds_of(call: Callable[..., object], *arguments: object) -> float:
 
 def shared_rows(client: Client, chunk_tokens: int, rounds: int) -> list[Row]:
     """Store and retrieve through the mapped pool against memcpy, in a registered namespace."""
+    stores, retrieves = shared_timings(client, chunk_tokens, PROMPT_TOKENS, rounds)
+    chunks, mebibytes = PROMPT_TOKENS // chunk_tokens, chunk_tokens * TOKEN_BYTES >> 20
+    return [
+        stores.row(f"shared store, {chunks} chunks of {mebibytes} MiB", "memcpy", SHARED_BOUND),
+        retrieves.row("shared retrieve", "memcpy", SHARED_BOUND),
+    ]
+
+
+def shared_timings(
+    client: Client, chunk_tokens: int, prompt_tokens: int, rounds: int
+) -> tuple[Timings, Timings]:
+    """Of stores and retrieves of a prompt, each beside memcpy."""
     name, nbytes = namespace(chunk_tokens).name, chunk_tokens * TOKEN_BYTES
-    chunks = PROMPT_TOKENS // chunk_tokens
+    chunks = prompt_tokens // chunk_tokens
     source, target = touched(chunks, nbytes), touched(chunks, nbytes)
     plain = touched_shared(chunks, nbytes)
     stores, retrieves = Timings(source.nbytes), Timings(source.nbytes)
@@ -194,10 +211,7 @@ def shared_rows(client: Client, chunk_tokens: int, rounds: int) -> list[Row]:
             if not np.array_equal(source, target):
                 raise RuntimeError("what was retrieved is not what was stored")
             retrieves.add(before, retrieving, seconds_of(np.copyto, target, plain))
-    return [
-        stores.row(f"shared store, {chunks} chunks of {nbytes >> 20} MiB", "memcpy", SHARED_BOUND),
-        retrieves.row("shared retrieve", "memcpy", SHARED_BOUND),
-    ]
+    return stores, retrieves
 
 
 def store(session: Session, name: str, keys: Sequence[bytes], shards: Bytes) -> None:
