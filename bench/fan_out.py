@@ -26,7 +26,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from gpukit import CHUNK_TOKENS, LOAD, Case, Geometry, Link, Remote, Worker, wait_until_pinned
+from copy_paths import wait_until_pinned
+from geometries import CHUNK_TOKENS, LOAD, Case, Geometry
+from gpukit import Link, Remote, Worker
 from report import Row, milliseconds, print_report
 from serverkit import ServerProcess
 
@@ -35,7 +37,9 @@ from kvdock import Client, Group, Namespace, Session, SessionRole
 ROUNDS = 15
 MOST_OVER_ONE_RANK = 1.1
 MOST_RANKS = 8
-DEEPSEEK = Geometry("DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64)
+DEEPSEEK = Geometry(
+    "DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64, chunk_tokens=64
+)
 LAYOUTS = ("block-major", "one pitch", "layers apart")
 # Time enough to tell all ranks when to start.
 _START_SECONDS = 0.005

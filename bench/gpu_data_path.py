@@ -1,6 +1,8 @@
 """Rate, disturbance and latency of the GPU data path, beside the link's own ceiling.
 
-    python bench/gpu_data_path.py [--path server|transfers] [--only TEXT] [--chunk-tokens N]
+    python bench/gpu_data_path.py [--path server|transfers] [--only TEXT]
+    python bench/gpu_data_path.py --shared [--busy] [--only TEXT]
+    python bench/gpu_data_path.py --chunk-tokens 16,32,64,128,256 [--only TEXT]
 
 Three processes: a worker that owns a KV cache, a server, and an engine that replays a graph of
 memory-bound matrix products. With --path server (the default) the worker calls Store and Retrieve
@@ -8,6 +10,10 @@ of a running server over its session. With --path transfers the server's transfe
 this process. Each call moves 1 GiB and is timed from the call to its answer: one call at a time,
 and two under way as from an engine with several requests. Beside each figure stands that of plain
 copies of pinned memory, measured in the same run.
+
+With --shared the worker also copies by itself, with the connector's code, in turns with the server;
+with --busy once more while another of its threads runs Python, as an engine's does. With
+--chunk-tokens the same caches are kept in chunks of each size.
 
 Loads go into poisoned memory, and every byte is compared before anything is timed. Prints a table;
 exit status 1 if a bound is missed. Where plain copies miss a bound, their figure is the bound.
@@ -19,28 +25,18 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-from gpukit import (
-    CHUNK_TOKENS,
-    LOAD,
-    STORE,
-    Case,
-    CopyPath,
-    Engine,
-    Geometry,
-    Link,
-    Remote,
-    TransfersLoop,
-    TransfersPath,
-    Worker,
-    WorkerPath,
-)
+from copy_paths import SERVER, CopyPath
+from geometries import LOAD, STORE, Case, Geometry
+from gpu_chunk_sizes import report as report_chunk_sizes
+from gpu_modes import CALLS_UNDER_WAY, NAMES, compare, gigabytes
+from gpukit import Engine, Link, Remote, TransfersLoop, TransfersPath, Worker, WorkerPath
 from report import Row, print_report
 from serverkit import ServerProcess
 
@@ -48,10 +44,11 @@ REPEATS = 7
 SMALL_REPEATS = 60
 SECONDS = 0.7
 STEADY_SECONDS = 1.5
-CALLS_UNDER_WAY = 2
 
 LLAMA = Geometry("Llama-3.1-8B", layers=32, page_bytes=16 * 2 * 8 * 128 * 2, block_tokens=16)
-DEEPSEEK = Geometry("DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64)
+DEEPSEEK = Geometry(
+    "DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64, chunk_tokens=64
+)
 SHARD = Geometry("Llama-3.1-70B, TP 8", layers=80, page_bytes=16 * 2 * 128 * 2, block_tokens=16)
 CASES = [
     Case(geometry, layout, order)
@@ -63,6 +60,11 @@ CASES = [
         ("layers apart", "random"),
     )
 ] + [Case(SHARD, "one pitch", "random"), Case(SHARD, "layers apart", "random")]
+CHUNK_SIZE_CASES = [
+    Case(geometry, layout, "random")
+    for geometry in (LLAMA, SHARD, DEEPSEEK)
+    for layout in ("one pitch", "layers apart")
+]
 LEAST_RATIO = {
     ("block-major", "random"): 0.97,
     ("one pitch", "random"): 0.90,
@@ -78,7 +80,6 @@ MOST_MS_OVER_SMALL_COPY = 2.0
 MOST_SERVER_MIB = 600
 
 Open = Callable[[Case], CopyPath]
-NAMES = {STORE: "store", LOAD: "retrieve"}
 
 
 @dataclass(frozen=True)
@@ -92,41 +93,75 @@ class Plain:
 
 
 def main() -> int:
+    arguments = parse()
+    cases = [case for case in CASES if arguments.only in case.label]
+    link = Link()
+    worker = Remote(Worker)
+    title = f"{link.name}, driver for CUDA {link.driver_version}"
+    try:
+        if arguments.chunk_tokens:
+            sizes = [int(size) for size in arguments.chunk_tokens.split(",")]
+            chosen = [case for case in CHUNK_SIZE_CASES if arguments.only in case.label]
+            with server_of(worker, "4GiB") as open_mode:
+                report_chunk_sizes(chosen, sizes, open_mode, worker, link)
+            return 0
+        if arguments.shared:
+            rows = []
+            # Both modes hold 1 GiB locked while two calls of 1 GiB are under way.
+            with server_of(worker, "8GiB") as open_mode:
+                for case in cases:
+                    rows += compare(case, open_mode, worker, busy=arguments.busy)
+            return print_report(f"{title}, shared mode beside server mode", rows)
+        rows = measure_all(cases, arguments.path, worker, link)
+        return print_report(f"{title}, path: {arguments.path}", rows)
+    finally:
+        worker.close()
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--path", choices=("server", "transfers"), default="server")
     parser.add_argument("--only", default="", help="cases that have this in their names")
-    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
-    arguments = parser.parse_args()
-    link = Link()
-    worker, engine = Remote(Worker), Remote(Engine)
+    parser.add_argument("--shared", action="store_true", help="shared mode beside server mode")
+    parser.add_argument("--busy", action="store_true", help="with --shared: beside Python, too")
+    parser.add_argument("--chunk-tokens", default="", help="compare chunk sizes: 16,32,64,128,256")
+    return parser.parse_args()
+
+
+def measure_all(cases: Sequence[Case], path: str, worker: Remote, link: Link) -> list[Row]:
+    """Rate, disturbance and latency of each case."""
+    engine = Remote(Engine)
     rows: list[Row] = []
     try:
         engine("run", SECONDS)
         load_kernels(worker)
         free = worker("free_bytes")
-        with (server_path if arguments.path == "server" else transfers_path)(worker) as open_path:
+        with (server_path if path == "server" else transfers_path)(worker) as open_path:
             plain = measure_plain(link, engine)
-            for case in (case for case in CASES if arguments.only in label(case)):
-                geometry = replace(case.geometry, chunk_tokens=arguments.chunk_tokens)
-                case = replace(case, geometry=geometry)
+            for case in cases:
                 rows += measure(case, open_path, worker, engine, link, plain)
-            if arguments.path == "server":
+            if path == "server":
                 rows.append(server_memory(free - worker("free_bytes")))
     finally:
-        worker.close()
         engine.close()
-    title = f"{link.name}, driver for CUDA {link.driver_version}, path: {arguments.path}"
-    return print_report(title, rows)
+    return rows
+
+
+@contextmanager
+def server_of(worker: Remote, memory: str) -> Iterator[Callable[[Case, str], CopyPath]]:
+    """A server in a process of its own, which the worker calls in a mode of one's choice."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvdock-bench-") as folder,
+        ServerProcess(Path(folder), memory=memory) as server,
+    ):
+        yield lambda case, mode: WorkerPath(worker, server.address, case, mode)
 
 
 @contextmanager
 def server_path(worker: Remote) -> Iterator[Open]:
-    """A server in a process of its own, which the worker calls."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvdock-bench-") as folder,
-        ServerProcess(Path(folder), memory="4GiB") as server,
-    ):
-        yield lambda case: WorkerPath(worker, server.address, case)
+    """Server mode."""
+    with server_of(worker, "4GiB") as open_mode:
+        yield lambda case: open_mode(case, SERVER)
 
 
 @contextmanager
@@ -172,7 +207,7 @@ def measure(
     worker("make", case)
     before = worker("sums", case.block_ids)
     path = open_path(case)
-    print(f"{label(case)}: {path.how}", file=sys.stderr)
+    print(f"{case.label}: {path.how}", file=sys.stderr)
     try:
         worker("poison")
         path.once(LOAD, geometry.chunks)
@@ -204,13 +239,13 @@ def rates(case: Case, path: CopyPath, link: Link, direction: str) -> list[Row]:
     bound = None if case.geometry is SHARD else LEAST_RATIO[case.layout, case.order]
     return [
         Row(
-            f"{label(case)}: {NAMES[direction]}, one call",
+            f"{case.label}: {NAMES[direction]}, one call",
             gigabytes(median(singles)),
             gigabytes(ceiling),
             f"{median(singles) / ceiling:.3f}",
         ),
         Row(
-            f"{label(case)}: {NAMES[direction]}, {CALLS_UNDER_WAY} calls under way",
+            f"{case.label}: {NAMES[direction]}, {CALLS_UNDER_WAY} calls under way",
             gigabytes(steady),
             gigabytes(ceiling),
             f"{steady / ceiling:.3f}",
@@ -233,7 +268,7 @@ def beside_engine(
     by_engines = max(MOST_SLOWDOWN, plainly + STEP_NOISE)
     bound = MOST_SLOWDOWN_STAGED if (case.layout, case.order) == STAGED else by_engines
     return Row(
-        f"{label(case)}: engine's step during {NAMES[direction]} at {gigabytes(meanwhile)}",
+        f"{case.label}: engine's step during {NAMES[direction]} at {gigabytes(meanwhile)}",
         f"x {slowdown:.3f}",
         f"x {plainly:.3f}",
         bound=f"<= x {bound:.3g}",
@@ -253,7 +288,7 @@ def during_stores(case: Case, path: CopyPath, plain: Plain) -> Row:
         path.stop(STORE)
     bound = min(LEAST_LOAD_RATE_DURING_STORES, plain.load_rate_during_stores)
     return Row(
-        f"{label(case)}: retrieve during stores over retrieve alone, {gigabytes(loads)}",
+        f"{case.label}: retrieve during stores over retrieve alone, {gigabytes(loads)}",
         f"{loads / alone:.3f}",
         f"{plain.load_rate_during_stores:.3f}",
         bound=f">= {bound:.3g}",
@@ -266,7 +301,7 @@ def small(case: Case, path: CopyPath, link: Link) -> Row:
     own = case.geometry.chunk_bytes / median(link.rate(LOAD) for _ in range(REPEATS))
     took = median(path.once(LOAD, 1) for _ in range(SMALL_REPEATS))
     over = (took - own) * 1e3
-    what = f"{label(case)}: retrieve of one chunk, p50"
+    what = f"{case.label}: retrieve of 256 tokens, p50"
     if isinstance(path, WorkerPath):
         empty = median(path.round_trip() for _ in range(SMALL_REPEATS))
         what += f" (an empty call: {empty * 1e3:.2f} ms)"
@@ -288,14 +323,6 @@ def server_memory(nbytes: int) -> Row:
         bound=f"< {MOST_SERVER_MIB} MiB",
         holds=nbytes < MOST_SERVER_MIB << 20,
     )
-
-
-def label(case: Case) -> str:
-    return f"{case.geometry.name}, {case.layout}, {case.order}"
-
-
-def gigabytes(rate: float) -> str:
-    return f"{rate / 1e9:.1f} GB/s"
 
 
 if __name__ == "__main__":

@@ -9,87 +9,30 @@ import asyncio
 import ctypes
 import mmap
 import multiprocessing
-import secrets
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from serverkit import wait_for_pool
+from copy_paths import SERVER, SHARED, CallPath, CopyPath, Pauseless, ServerCallPath, SharedCallPath
+from geometries import LOAD, STORE, Case
+from pinkit import WorkerPinning
 
 if TYPE_CHECKING:
-    from kvdock import Client
+    from kvdock_vllm.engine.layout import GroupLayout
 
-CHUNK_TOKENS = 32
-MOVED_BYTES = 1 << 30
 POOL_BYTES = 4 << 30
-RUN_OF_BLOCKS = 64
 
 Result = TypeVar("Result")
 
-STORE = "store"
-LOAD = "load"
 
+class Orders(Protocol):
+    """Gives an object orders by name, and has their results."""
 
-@dataclass(frozen=True)
-class Geometry:
-    """One model's cache."""
-
-    name: str
-    layers: int
-    page_bytes: int
-    block_tokens: int
-    chunk_tokens: int = CHUNK_TOKENS
-    """Rounded up to whole blocks."""
-
-    @property
-    def block_bytes(self) -> int:
-        return self.layers * self.page_bytes
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        return -(-self.chunk_tokens // self.block_tokens)
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self.block_bytes * self.blocks_per_chunk
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks make about MOVED_BYTES."""
-        return MOVED_BYTES // self.chunk_bytes
-
-    @property
-    def cache_blocks(self) -> int:
-        """Twice the blocks that are moved, in whole runs."""
-        return -(-2 * self.chunks * self.blocks_per_chunk // RUN_OF_BLOCKS) * RUN_OF_BLOCKS
-
-
-@dataclass(frozen=True)
-class Case:
-    """A cache's layout and an order of block ids."""
-
-    geometry: Geometry
-    layout: str
-    """"block-major", "one pitch" (all layers in one allocation) or "layers apart"."""
-    order: str
-    """"random" or "runs" (of RUN_OF_BLOCKS)."""
-
-    @property
-    def block_ids(self) -> list[int]:
-        geometry = self.geometry
-        count = geometry.chunks * geometry.blocks_per_chunk
-        rng = np.random.default_rng(11)
-        if self.order == "random":
-            return [int(block) for block in rng.permutation(geometry.cache_blocks)[:count]]
-        runs = rng.permutation(geometry.cache_blocks // RUN_OF_BLOCKS)
-        ids = (runs[:, None] * RUN_OF_BLOCKS + np.arange(RUN_OF_BLOCKS)).ravel()
-        return [int(block) for block in ids[:count]]
+    def __call__(self, order: str, *arguments: object) -> Any: ...
 
 
 class Remote:
@@ -174,10 +117,14 @@ class Engine:
 class Worker:
     """Owns a KV cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
+        self._device = device
         self._tensors: list[Any] = []
         self._case: Case | None = None
-        self._path: CallPath | None = None
+        self._paths: dict[str, CallPath] = {}
+        self._pinning = WorkerPinning()
+        self._busy: threading.Thread | None = None
+        self._rest = threading.Event()
 
     @property
     def case(self) -> Case:
@@ -190,10 +137,11 @@ class Worker:
 
         self._case = case
         self._tensors.clear()
-        torch.cuda.empty_cache()
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
         geometry = case.geometry
         layers, blocks, page = geometry.layers, geometry.cache_blocks, geometry.page_bytes
-        options: dict[str, Any] = {"dtype": torch.uint8, "device": "cuda"}
+        options: dict[str, Any] = {"dtype": torch.uint8, "device": self._device}
         if case.layout == "block-major":
             storage = torch.empty((blocks, layers, page), **options)
             self._tensors = [storage[:, layer] for layer in range(layers)]
@@ -203,36 +151,38 @@ class Worker:
             self._tensors = [torch.empty((blocks, page), **options) for _ in range(layers)]
         for tensor in self._tensors:
             tensor.random_(0, 256)
-        torch.cuda.synchronize()
+        self._synchronize()
+
+    def layout(self) -> GroupLayout:
+        """Where the cache's blocks are."""
+        from kvdock_vllm.engine.layout import GroupLayout, Region
+
+        geometry = self.case.geometry
+        regions = [Region(t.data_ptr(), t.stride(0), geometry.page_bytes) for t in self._tensors]
+        return GroupLayout(geometry.cache_blocks, tuple(regions), ())
 
     def export(self) -> tuple[Any, Any]:
         """Allocations and groups, as the client library's."""
         import torch
 
         from kvdock_vllm.engine.device.memory import ExportedGroup, export_memory
-        from kvdock_vllm.engine.layout import GroupLayout, Region
 
-        geometry = self.case.geometry
-        regions = [Region(t.data_ptr(), t.stride(0), geometry.page_bytes) for t in self._tensors]
-        layout = GroupLayout(geometry.cache_blocks, tuple(regions), ())
-        group = ExportedGroup(None, layout, geometry.blocks_per_chunk)
+        group = ExportedGroup(None, self.layout(), self.case.geometry.blocks_per_chunk)
         memory = export_memory([group], torch.cuda.current_device())
         return memory.allocations, memory.groups
 
     def poison(self) -> None:
         """Overwrite the whole cache."""
-        import torch
-
         for tensor in self._tensors:
             tensor.fill_(0xA5)
-        torch.cuda.synchronize()
+        self._synchronize()
 
     def sums(self, block_ids: list[int]) -> npt.NDArray[np.int64]:
         """For each layer and block a sum that depends on every byte and its position."""
         import torch
 
-        index = torch.tensor(block_ids, device="cuda")
-        weights = torch.arange(1, self.case.geometry.page_bytes // 4 + 1, device="cuda")
+        index = torch.tensor(block_ids, device=self._device)
+        weights = torch.arange(1, self.case.geometry.page_bytes // 4 + 1, device=self._device)
         rows = []
         for tensor in self._tensors:
             words = tensor.index_select(0, index).view(torch.int32).to(torch.int64)
@@ -245,190 +195,92 @@ class Worker:
 
         return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
-    def connect(self, address: str) -> str:
-        """Register the cache with a server and store it once; how it is copied, in words."""
-        self._path = CallPath(address, self.case, self.export())
-        return self._path.how
+    def connect(self, address: str, mode: str) -> str:
+        """Register the cache with a server and store it once; how it is copied, in words.
 
-    def disconnect(self) -> None:
+        ``mode`` is SERVER or SHARED; both can be open at once.
+        """
+        path: CallPath
+        if mode == SHARED:
+            self._pinning.again()
+            device = self._tensors[0].device
+            path = SharedCallPath(address, self.case, self.layout(), device, self._pinning)
+        else:
+            path = ServerCallPath(address, self.case, self.export())
+        self._paths[mode] = path
+        return path.how
+
+    def disconnect(self, mode: str) -> None:
         """End the sessions, so that the server closes the cache."""
-        self._connected.close()
-        self._path = None
+        self._paths.pop(mode).close()
 
-    def once(self, direction: str, chunks: int) -> float:
+    def once(self, mode: str, direction: str, chunks: int) -> float:
         """See CopyPath."""
-        return self._connected.once(direction, chunks)
+        return self._paths[mode].once(direction, chunks)
 
-    def start(self, direction: str, callers: int) -> None:
+    def start(self, mode: str, direction: str, callers: int) -> None:
         """See CopyPath."""
-        self._connected.start(direction, callers)
+        self._paths[mode].start(direction, callers)
 
-    def stop(self, direction: str) -> float:
+    def stop(self, mode: str, direction: str) -> float:
         """See CopyPath."""
-        return self._connected.stop(direction)
+        return self._paths[mode].stop(direction)
 
-    def round_trip(self) -> float:
+    def round_trip(self, mode: str) -> float:
         """See CallPath."""
-        return self._connected.round_trip()
+        return self._paths[mode].round_trip()
 
-    @property
-    def _connected(self) -> CallPath:
-        assert self._path is not None
-        return self._path
+    def be_busy(self, busy: bool) -> None:
+        """Run Python without pause on a further thread, which takes the interpreter's lock.
 
+        At worst an engine's own thread does that.
+        """
 
-class CopyPath(ABC):
-    """A way to the bytes of one case's cache. Seconds are from the call to its answer."""
+        def run() -> None:
+            while not self._rest.is_set():
+                for _ in range(10_000):
+                    pass
 
-    how: str
-    """How the bytes go, in the server's words."""
+        if self._busy is not None:
+            self._rest.set()
+            self._busy.join()
+            self._busy = None
+        if busy:
+            self._rest.clear()
+            self._busy = threading.Thread(target=run)
+            self._busy.start()
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self._running: dict[str, _Pauseless] = {}
+    def _synchronize(self) -> None:
+        import torch
 
-    @abstractmethod
-    def once(self, direction: str, chunks: int) -> float:
-        """Copy the case's first chunks; the seconds it took. Loads bring the first stored bytes."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the way to the cache."""
-
-    def start(self, direction: str, callers: int) -> None:
-        """Copy all chunks again and again, with ``callers`` calls under way, until ``stop``."""
-        chunks = self.case.geometry.chunks
-        nbytes = chunks * self.case.geometry.chunk_bytes
-
-        def copy() -> int:
-            self.once(direction, chunks)
-            return nbytes
-
-        self._running[direction] = _Pauseless(copy, callers)
-
-    def stop(self, direction: str) -> float:
-        """End what ``start`` began; bytes a second."""
-        return self._running.pop(direction).stop()
-
-
-class _Pauseless:
-    """Calls of a function that says how many bytes it moved, on threads, without pause."""
-
-    def __init__(self, copy: Callable[[], int], callers: int) -> None:
-        self._copy = copy
-        self._stop = threading.Event()
-        self._moved = [0] * callers
-        self._started = time.perf_counter()
-        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(callers)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, number: int) -> None:
-        while not self._stop.is_set():
-            self._moved[number] += self._copy()
-
-    def stop(self) -> float:
-        """End with the calls under way; bytes a second of all callers together."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        return sum(self._moved) / (time.perf_counter() - self._started)
-
-
-class CallPath(CopyPath):
-    """Store and Retrieve over a session, as a connector makes them; in the worker's process."""
-
-    def __init__(self, address: str, case: Case, exported: tuple[Any, Any]) -> None:
-        from kvdock import Client, Group, Namespace, SessionRole
-
-        super().__init__(case)
-        geometry = case.geometry
-        self._client = Client(address, timeout=30)
-        self._namespace = f"bench-{secrets.token_hex(4)}"
-        group = Group((geometry.chunk_bytes,))
-        self._client.register_namespace(Namespace(self._namespace, CHUNK_TOKENS, 1, (group,)))
-        engine = secrets.token_hex(4)
-        self._scheduler = self._client.session(engine, role=SessionRole.SCHEDULER)
-        self._worker = self._client.session(engine, role=SessionRole.WORKER)
-        registered = self._worker.register_memory(self._namespace, *exported)
-        self.how = f"{registered.mode.name}: {registered.reason}"
-        wait_until_pinned(self._client)
-        self._ids = case.block_ids
-        self._primed = self._fresh_keys(geometry.chunks)
-        self._store(self._primed)
-        # Locked to the end, so that later stores do not evict these chunks.
-        self._held = self._scheduler.lookup(self._namespace, self._primed)
-
-    def once(self, direction: str, chunks: int) -> float:
-        ids = self._ids[: chunks * self.case.geometry.blocks_per_chunk]
-        if direction == STORE:
-            return self._store(self._fresh_keys(chunks))
-        hit = self._scheduler.lookup(self._namespace, self._primed[:chunks])
-        assert hit.lease is not None
-        started = time.perf_counter()
-        results = self._worker.retrieve(hit.lease, block_ids=ids)
-        seconds = time.perf_counter() - started
-        _all_are(results, "RETRIEVED", [result.status.name for result in results])
-        return seconds
-
-    def round_trip(self) -> float:
-        """Seconds of a call that has nothing to do."""
-        started = time.perf_counter()
-        self._worker.free_locks(1)
-        return time.perf_counter() - started
-
-    def close(self) -> None:
-        self._worker.close()
-        self._scheduler.close()
-        self._client.clear(self._namespace)
-        self._client.close()
-
-    def _store(self, keys: list[bytes]) -> float:
-        ids = self._ids[: len(keys) * self.case.geometry.blocks_per_chunk]
-        started = time.perf_counter()
-        statuses = self._worker.store(self._namespace, keys, ids)
-        seconds = time.perf_counter() - started
-        _all_are(statuses, "STORED", [status.name for status in statuses])
-        return seconds
-
-    @staticmethod
-    def _fresh_keys(count: int) -> list[bytes]:
-        return [secrets.token_bytes(32) for _ in range(count)]
-
-
-def _all_are(results: Sequence[object], wanted: str, names: list[str]) -> None:
-    if set(names) != {wanted}:
-        raise RuntimeError(f"{len(results)} chunks should be {wanted} and are {sorted(set(names))}")
-
-
-def wait_until_pinned(client: Client) -> None:
-    """Wait until the server has pinned its pool. It begins when the first worker registers."""
-    wait_for_pool(client, lambda pool: pool.pinned_bytes)
+        if self._device != "cpu":
+            torch.cuda.synchronize()
 
 
 class WorkerPath(CopyPath):
     """The calls of a worker in its own process."""
 
-    def __init__(self, worker: Remote, address: str, case: Case) -> None:
+    def __init__(self, worker: Remote, address: str, case: Case, mode: str = SERVER) -> None:
         super().__init__(case)
         self._worker = worker
-        self.how = worker("connect", address)
+        self._mode = mode
+        self.how = worker("connect", address, mode)
 
     def once(self, direction: str, chunks: int) -> float:
-        return float(self._worker("once", direction, chunks))
+        return float(self._worker("once", self._mode, direction, chunks))
 
     def start(self, direction: str, callers: int) -> None:
-        self._worker("start", direction, callers)
+        self._worker("start", self._mode, direction, callers)
 
     def stop(self, direction: str) -> float:
-        return float(self._worker("stop", direction))
+        return float(self._worker("stop", self._mode, direction))
 
     def round_trip(self) -> float:
         """Seconds of a call that has nothing to do."""
-        return float(self._worker("round_trip"))
+        return float(self._worker("round_trip", self._mode))
 
     def close(self) -> None:
-        self._worker("disconnect")
+        self._worker("disconnect", self._mode)
 
 
 class TransfersPath(CopyPath):
@@ -520,7 +372,7 @@ class Link:
         self._host = self._driver.allocate_host(self.NBYTES)
         self._device = self._driver.allocate(self.NBYTES)
         self._streams = {way: self._driver.create_stream() for way in (STORE, LOAD)}
-        self._running: dict[str, _Pauseless] = {}
+        self._running: dict[str, Pauseless] = {}
         self.name = self._driver.device_name(0)
         self.driver_version = self._driver.version
 
@@ -540,7 +392,7 @@ class Link:
             self._copy(direction, offset, self.PIECE)
             return self.PIECE
 
-        self._running[direction] = _Pauseless(copy, 1)
+        self._running[direction] = Pauseless(copy, 1)
 
     def stop(self, direction: str) -> float:
         """End what ``start`` began; bytes a second."""

@@ -34,12 +34,14 @@ def print_report(title: str, rows: Sequence[Row]) -> int:
     for row in rows:
         mark = "" if not row.bound else "[green]ok[/]" if row.holds else "[bold red]MISSED[/]"
         table.add_row(row.what, row.measured, row.ceiling, row.ratio, row.bound, mark)
-    console = Console()
-    if not console.is_terminal:
-        # Wide enough that no line is wrapped: scripts search such output line by line.
-        console = Console(width=180)
-    console.print(table)
+    console().print(table)
     return 0 if all(row.holds for row in rows) else 1
+
+
+def console() -> Console:
+    """The terminal. A file gets wide lines that are not wrapped: scripts search it by lines."""
+    found = Console()
+    return found if found.is_terminal else Console(width=180)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
