@@ -58,6 +58,7 @@ def _checked(
 
 _LEVELS = ("debug", "info", "warning", "error")
 _level = _checked(str, lambda name: name in _LEVELS, "debug, info, warning or error")
+_numa = _checked(str, lambda mode: mode in ("auto", "off"), "auto or off")
 _positive = _checked(int, lambda count: count >= 1, "at least 1")
 _chunk_tokens = _checked(
     int, lambda tokens: 1 <= tokens <= MAX_CHUNK_TOKENS, f"from 1 to {MAX_CHUNK_TOKENS}"
@@ -98,6 +99,7 @@ class Config:
     chunk_tokens: int = _setting(
         32, _chunk_tokens, "N", "tokens a chunk that engines are told to use (32)"
     )
+    numa: str = _setting("auto", _numa, "MODE", "auto: cache near each GPU; off: evenly (auto)")
     event_log: int = _setting(0, _size, "SIZE", "memory for the log of KV events; 0: none (0)")
     event_log_count: int = _setting(
         1_000_000, _positive, "N", "events the log keeps at most (1000000)"
@@ -121,6 +123,7 @@ def load(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
     environment = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(
         prog="kvdock serve",
+        usage="%(prog)s [OPTIONS]",
         description="Keep the KV cache of this host's inference engines.",
         epilog="Every setting is also an environment variable (KVDOCK_MEMORY, ...) and a key of "
         "the TOML file (memory = '8GiB', ...).",

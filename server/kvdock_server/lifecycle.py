@@ -14,6 +14,7 @@ from kvdock_server.events.log import Limits
 from kvdock_server.metrics import MetricsEndpoint
 from kvdock_server.rpc.server import Server
 from kvdock_server.service.turns import in_turns
+from kvdock_server.tiers.host.placement import wanted_topology
 from kvdock_server.tiers.host.pool import Pool
 from kvdock_server.tiers.host.segment import remove_stale_segments
 from kvdock_server.transfer import GpuTransfers
@@ -39,9 +40,14 @@ async def run(config: Config) -> None:
             refuse_taken("metrics_listen", config.metrics_listen)
         for name in remove_stale_segments():
             logger.info("reclaimed shared memory that a killed server left behind: %s", name)
-        pool = Pool(config.memory)
+        topology = wanted_topology(config.numa)
+        pool = Pool(config.memory, topology)
         try:
-            transfers = GpuTransfers(pool.segment.address, pool.segment.nbytes)
+            transfers = GpuTransfers(
+                pool.segment.address,
+                pool.segment.nbytes,
+                topology if len(topology.sockets) > 1 else None,
+            )
             pool.start(loop, transfers.faulted)
             limits = Limits(config.event_log, config.event_log_count)
             core = Core(

@@ -16,6 +16,7 @@ from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core
 from kvdock_server.core.sessions import Role, Session
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.numa import Topology
 from kvdock_server.rpc import verbs
 from kvdock_server.service.service import Service
 from kvdock_server.tiers.host.pool import Pool
@@ -40,11 +41,13 @@ class Worker:
 class Engine:
     """A server without its gRPC, and one engine's scheduler and workers, each on its own device."""
 
-    def __init__(self, readers: int = READERS) -> None:
+    def __init__(self, readers: int = READERS, topology: Topology | None = None) -> None:
         self.driver = HostDriver(devices=readers)
-        self.pool = Pool(4 << 20)
+        self.pool = Pool(4 << 20, topology)
         segment = self.pool.segment
-        self.transfers = GpuTransfers(segment.address, segment.nbytes)
+        has_sockets = topology is not None and len(topology.sockets) > 1
+        sockets = topology if has_sockets else None
+        self.transfers = GpuTransfers(segment.address, segment.nbytes, sockets)
         self.core = Core(self.pool.slots)
         self.service = Service(self.core, self.pool, self.transfers)
         group = Group(None, GroupKind.FULL_ATTENTION, 0, (CHUNK,))

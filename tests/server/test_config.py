@@ -53,6 +53,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
         ([], {"KVDOCK_CHUNK_TOKENS": "0"}, "KVDOCK_CHUNK_TOKENS 0: from 1 to 65536"),
         (["--drain-seconds", "inf"], {}, "--drain-seconds inf: at least 0"),
         (["--log-level", "loud"], {}, "--log-level loud"),
+        (["--numa", "on"], {}, "--numa on: auto or off"),
         (["--config", "/nowhere.toml"], {}, "/nowhere.toml"),
     ],
 )

@@ -163,11 +163,12 @@ class ServerMachine(RuleBasedStateMachine):
         events=st.sampled_from([10_000, 8, 0]),
         sharded=st.sampled_from(["sharded", "sharded, one told"]),
         slabs=st.sampled_from([SLABS, SLABS // 2]),
+        sockets=st.sampled_from([1, 2]),
     )
-    def start(self, events: int, sharded: str, slabs: int) -> Any:
+    def start(self, events: int, sharded: str, slabs: int, sockets: int) -> Any:
         self.steps = 0
         self.clock = Clock()
-        self.slots = SlotAllocator(SLABS * SLAB, SLAB)
+        self.slots = SlotAllocator(SLABS * SLAB, SLAB, sockets)
         self.mapped: dict[int, bool] = {}  # by the session's guard
         self.core = Core(
             self.slots,
@@ -331,6 +332,8 @@ class ServerMachine(RuleBasedStateMachine):
         if session is None:
             return None
         self.mapped[session.guard] = True
+        if role is Role.WORKER and len(self.slots.sockets) > 1:
+            session.home = worker % 2
         caller = Caller(session, self.model.open(engine, role, worker, shard, ttl_ms / 1000))
         self.all_callers.append(caller)
         return caller
@@ -410,7 +413,8 @@ class ServerMachine(RuleBasedStateMachine):
     def grow(self, slabs: int) -> None:
         """More of the pool's memory is there."""
         slabs = min(slabs, SLABS - self.slots.ready_bytes // SLAB)
-        self.slots.add(self.slots.ready_bytes, slabs * SLAB)
+        for slab in range(self.slots.ready_bytes // SLAB, SLABS)[:slabs]:
+            self.slots.add(slab * SLAB, SLAB, slab % len(self.slots.sockets))
         self.model.ready_bytes += slabs * SLAB
 
     @seldom

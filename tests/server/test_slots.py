@@ -24,15 +24,19 @@ operations = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(operations)
-def test_slots_never_overlap_and_all_memory_comes_back(steps: list[tuple[str, int]]) -> None:
-    slots = SlotAllocator(8 * SLAB, SLAB)
-    slots.add(0, 8 * SLAB)
+@given(operations, st.sampled_from([None, 0, 1]))
+def test_slots_never_overlap_and_all_memory_comes_back(
+    steps: list[tuple[str, int]], home: int | None
+) -> None:
+    slots = SlotAllocator(8 * SLAB, SLAB, 1 if home is None else 2)
+    slots.add(0, 3 * SLAB)
+    slots.add(3 * SLAB, 5 * SLAB, 0 if home is None else 1)
     taken: dict[int, int] = {}
     claims: list[tuple[int, int]] = []
     for verb, value in steps:
         if verb in ("allocate", "allocate_anywhere"):
-            offset = getattr(slots, verb)(value)
+            anywhere = verb == "allocate_anywhere"
+            offset = slots.allocate_anywhere(value) if anywhere else slots.allocate(value, home)
             if offset is not None:
                 end = offset + slots.slot_bytes(value)
                 assert 0 <= offset < end <= slots.limit_bytes

@@ -84,7 +84,7 @@ def device_copies(
 ) -> tuple[Copy, Copy]:
     with pytest.MonkeyPatch.context() as patch:
         staged = blocks_a_piece * layout.block_bytes
-        patch.setattr(mover_module, "ENGINE_PACE", Pace(0.1, 1, staged, 3, 2))
+        patch.setattr(mover_module, "ENGINE_PACE", Pace(0.1, 1, staged, 3, 2, 1e-4))
         mover = DeviceCopies.open(layout, np.zeros(4096, np.uint8) if pool is None else pool)
     session = DeviceCopies.session
     return (

@@ -171,7 +171,7 @@ class KVDockConnector(KVConnectorBase_V1):
     @_never_raises()
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if (step := self._step) is not None:
-            self.worker_half.start_loads(step)
+            self.worker_half.on_forward(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads end before vLLM schedules their request."""

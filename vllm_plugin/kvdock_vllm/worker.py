@@ -68,6 +68,11 @@ class WorkerHalf:
         self.link = WorkerLink(str(transfer.engine_id), self._strategy, shapes, config.address)
         self.loads = LoadJobs(self.link)
         self.stores = StoreJobs(self.link)
+        # A load waits for what is queued when it begins. Nothing that the step itself queues
+        # touches the load's blocks, so it begins before the step's kernels are queued. But one
+        # rank may load for all, and its own queue does not tell when the others have zeroed their
+        # new blocks: only the all-reduces of the step do.
+        self._zeroes_blocks = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._outcomes = Outcomes()
         self._mode_changes: SimpleQueue[tuple[TransferMode, int]] = SimpleQueue()
         self._idle_wait = _IDLE_WAIT_SECONDS if self._strategy.steps_alone else 0.0
@@ -134,8 +139,15 @@ class WorkerHalf:
             else:
                 self._outcomes.stores[spec.job_id] = StoreOutcome(workers=1, refused_from=None)
         self.stores.hold(metadata.finished)
+        if not self._zeroes_blocks:
+            self._start_loads(metadata)
 
-    def start_loads(self, metadata: StepMetadata) -> None:
+    def on_forward(self, metadata: StepMetadata) -> None:
+        """The step's kernels are queued, or there are none."""
+        if self._zeroes_blocks:
+            self._start_loads(metadata)
+
+    def _start_loads(self, metadata: StepMetadata) -> None:
         for spec in metadata.loads:
             self.loads.begin(spec)
 

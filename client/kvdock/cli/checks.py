@@ -92,6 +92,7 @@ def all_findings(address: Address, timeout: float) -> Iterator[Finding]:
         yield _mapping(address, timeout)
     if address.is_local:
         yield _shm(status)
+        yield _numa(status)
     yield _kernel()
     has_gpu, finding = _cuda()
     yield finding
@@ -252,6 +253,33 @@ def _shm(status: admin_pb2.StatusResponse | None) -> Finding:
             "with medium Memory",
         )
     return _ok("/dev/shm", text)
+
+
+def _numa(status: admin_pb2.StatusResponse | None, sys: Path = Path("/sys")) -> Finding:
+    nodes = len(list(sys.glob("devices/system/node/node[0-9]*")))
+    if nodes < 2:
+        return _ok("NUMA", "one node")
+    gpus = [
+        f"{file.parent.name} on node {file.read_text().strip()}"
+        for file in sorted(sys.glob("bus/pci/drivers/nvidia/*:*/numa_node"))
+    ]
+    text = f"{nodes} nodes; " + ("GPUs: " + ", ".join(gpus) if gpus else "no GPUs")
+    unknown = [gpu for gpu in gpus if gpu.endswith("-1")]
+    if unknown:
+        text += "; Linux does not know the node of all GPUs: theirs is any memory"
+    if status is None:
+        return _note("NUMA", text)
+    if status.pool.place_refused:
+        return _warning(
+            "NUMA",
+            f"{text}; {status.pool.place_refused}",
+            "docker run --cap-add SYS_NICE; Kubernetes: securityContext.capabilities.add",
+        )
+    where = [
+        f"{size(socket.ready_bytes)} on {', '.join(map(str, socket.nodes))}"
+        for socket in status.pool.sockets
+    ]
+    return _ok("NUMA", f"{text}; the pool: {'; '.join(where) or 'not placed'}")
 
 
 def _kernel() -> Finding:

@@ -50,6 +50,7 @@ def status(arguments: argparse.Namespace) -> int:
             ("chunk", f"{answer.chunk_tokens} tokens"),
             ("features", ", ".join(answer.features) or "none"),
             ("pool", _pool(pool)),
+            *(("", _socket(socket)) for socket in pool.sockets),
             (
                 "index",
                 f"{index.chunks:,} chunks, {index.parts:,} parts in {index.namespaces:,} "
@@ -355,7 +356,17 @@ def _pool(pool: admin_pb2.PoolStatus) -> str:
         text += f"; {output.size(pool.pinned_bytes)} pinned"
     if pool.pin_refused:
         text += f"; {pool.pin_refused}"
+    if pool.place_refused:
+        text += f"; {pool.place_refused}"
     return text
+
+
+def _socket(socket: admin_pb2.SocketStatus) -> str:
+    nodes = ", ".join(map(str, socket.nodes))
+    return (
+        f"{output.size(socket.ready_bytes)} on NUMA node{'s' * (len(socket.nodes) > 1)} "
+        f"{nodes}, {output.size(socket.free_bytes)} of it free, {len(socket.devices)} GPUs"
+    )
 
 
 def _mode(session: admin_pb2.SessionStatus) -> str:

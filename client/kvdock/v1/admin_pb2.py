@@ -27,7 +27,7 @@ from kvdock.v1 import session_pb2 as kvdock_dot_v1_dot_session__pb2
 from kvdock.v1 import types_pb2 as kvdock_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvdock/v1/admin.proto\x12\tkvdock.v1\x1a\x16kvdock/v1/events.proto\x1a\x17kvdock/v1/session.proto\x1a\x15kvdock/v1/types.proto\"\x0f\n\rStatusRequest\"\x8d\x03\n\x0eStatusResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x11\n\tuptime_ms\x18\x04 \x01(\x04\x12#\n\x04pool\x18\x05 \x01(\x0b\x32\x15.kvdock.v1.PoolStatus\x12%\n\x05index\x18\x06 \x01(\x0b\x32\x16.kvdock.v1.IndexStatus\x12*\n\x08sessions\x18\x07 \x03(\x0b\x32\x18.kvdock.v1.SessionStatus\x12%\n\x08\x63ounters\x18\x08 \x01(\x0b\x32\x13.kvdock.v1.Counters\x12\x14\n\x0c\x63hunk_tokens\x18\t \x01(\r\x12$\n\x08segments\x18\n \x03(\x0b\x32\x12.kvdock.v1.Segment\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x16\n\x0esessions_total\x18\x0c \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\r \x03(\t\x12$\n\x05tiers\x18\x0e \x03(\x0b\x32\x15.kvdock.v1.TierStatus\"\x91\x02\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x06medium\x18\x02 \x01(\x0e\x32\x11.kvdock.v1.Medium\x12%\n\x08locality\x18\x03 \x01(\x0e\x32\x13.kvdock.v1.Locality\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x12\n\nused_bytes\x18\x06 \x01(\x04\x12\r\n\x05parts\x18\x07 \x01(\x04\x12\x18\n\x10read_bytes_per_s\x18\x08 \x01(\x04\x12\x19\n\x11write_bytes_per_s\x18\t \x01(\x04\x12\x16\n\x0e\x66\x65tching_bytes\x18\n \x01(\x04\x12\x15\n\rwriting_bytes\x18\x0b \x01(\x04\"\x8d\x01\n\nPoolStatus\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x16\n\x0ereserved_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bpin_refused\x18\x06 \x01(\t\"\x8c\x01\n\x0bIndexStatus\x12\x12\n\nnamespaces\x18\x01 \x01(\r\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\r\n\x05parts\x18\x03 \x01(\x04\x12\x14\n\x0clocked_parts\x18\x04 \x01(\x04\x12\x0e\n\x06leases\x18\x05 \x01(\x04\x12\r\n\x05locks\x18\x06 \x01(\x04\x12\x15\n\rpending_parts\x18\x07 \x01(\x04\"\x8b\x02\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.kvdock.v1.SessionRole\x12\x11\n\tworker_id\x18\x04 \x01(\r\x12\x0e\n\x06\x63lient\x18\x05 \x01(\t\x12\x0e\n\x06leases\x18\x06 \x01(\x04\x12\x17\n\x0freserved_chunks\x18\x07 \x01(\x04\x12%\n\x04mode\x18\x08 \x01(\x0e\x32\x17.kvdock.v1.TransferMode\x12\x0f\n\x07\x65xpired\x18\t \x01(\x08\x12\x14\n\x0ckv_worker_id\x18\n \x01(\r\x12\x13\n\x0bmode_reason\x18\x0b \x01(\t\"\xc4\x02\n\x08\x43ounters\x12\x0f\n\x07lookups\x18\x01 \x01(\x04\x12\x15\n\rlookup_chunks\x18\x02 \x01(\x04\x12\x12\n\nhit_chunks\x18\x03 \x01(\x04\x12\x15\n\rstored_shards\x18\x04 \x01(\x04\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x04\x12\x18\n\x10retrieved_shards\x18\x06 \x01(\x04\x12\x17\n\x0fretrieved_bytes\x18\x07 \x01(\x04\x12\x15\n\revicted_parts\x18\x08 \x01(\x04\x12\x10\n\x08no_space\x18\t \x01(\x04\x12\x17\n\x0f\x61\x62\x61ndoned_parts\x18\n \x01(\x04\x12\x1c\n\x14host_to_device_bytes\x18\x0b \x01(\x04\x12\x1c\n\x14\x64\x65vice_to_host_bytes\x18\x0c \x01(\x04\x12\x1e\n\x16\x64\x65vice_to_device_bytes\x18\r \x01(\x04\"\x99\x01\n\x15ListNamespacesRequest\x12<\n\x06labels\x18\x01 \x03(\x0b\x32,.kvdock.v1.ListNamespacesRequest.LabelsEntry\x12\x13\n\x0bname_prefix\x18\x02 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\x16ListNamespacesResponse\x12-\n\tnamespace\x18\x01 \x01(\x0b\x32\x1a.kvdock.v1.NamespaceStatus\"X\n\x0fNamespaceStatus\x12\'\n\tnamespace\x18\x01 \x01(\x0b\x32\x14.kvdock.v1.Namespace\x12\r\n\x05parts\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"L\n\x11ListChunksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x16\n\tgroup_idx\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_group_idx\":\n\x12ListChunksResponse\x12$\n\x05parts\x18\x01 \x03(\x0b\x32\x15.kvdock.v1.PartStatus\"\x99\x01\n\nPartStatus\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nparent_key\x18\x02 \x01(\x0c\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rsealed_shards\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\r\n\x05locks\x18\x06 \x01(\r\x12\x0f\n\x07visible\x18\x07 \x01(\x08\x42\x0c\n\n_group_idx\";\n\x0c\x43learRequest\x12\x13\n\tnamespace\x18\x01 \x01(\tH\x00\x12\r\n\x03\x61ll\x18\x02 \x01(\x08H\x00\x42\x07\n\x05scope\"\x1e\n\rClearResponse\x12\r\n\x05parts\x18\x01 \x01(\x04\"8\n\x0c\x45victRequest\x12\x0f\n\x05\x62ytes\x18\x01 \x01(\x04H\x00\x12\r\n\x03\x61ll\x18\x02 \x01(\x08H\x00\x42\x08\n\x06\x61mount\"-\n\rEvictResponse\x12\r\n\x05parts\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x32\x84\x03\n\x0c\x41\x64minService\x12\x42\n\x06Status\x12\x18.kvdock.v1.StatusRequest\x1a\x19.kvdock.v1.StatusResponse\"\x03\x90\x02\x01\x12\\\n\x0eListNamespaces\x12 .kvdock.v1.ListNamespacesRequest\x1a!.kvdock.v1.ListNamespacesResponse\"\x03\x90\x02\x01\x30\x01\x12P\n\nListChunks\x12\x1c.kvdock.v1.ListChunksRequest\x1a\x1d.kvdock.v1.ListChunksResponse\"\x03\x90\x02\x01\x30\x01\x12?\n\x05\x43lear\x12\x17.kvdock.v1.ClearRequest\x1a\x18.kvdock.v1.ClearResponse\"\x03\x90\x02\x02\x12?\n\x05\x45vict\x12\x17.kvdock.v1.EvictRequest\x1a\x18.kvdock.v1.EvictResponse\"\x03\x90\x02\x00\x42\x82\x01\n\x13io.github.kvdock.v1B\nAdminProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvdock/v1/admin.proto\x12\tkvdock.v1\x1a\x16kvdock/v1/events.proto\x1a\x17kvdock/v1/session.proto\x1a\x15kvdock/v1/types.proto\"\x0f\n\rStatusRequest\"\x8d\x03\n\x0eStatusResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x11\n\tuptime_ms\x18\x04 \x01(\x04\x12#\n\x04pool\x18\x05 \x01(\x0b\x32\x15.kvdock.v1.PoolStatus\x12%\n\x05index\x18\x06 \x01(\x0b\x32\x16.kvdock.v1.IndexStatus\x12*\n\x08sessions\x18\x07 \x03(\x0b\x32\x18.kvdock.v1.SessionStatus\x12%\n\x08\x63ounters\x18\x08 \x01(\x0b\x32\x13.kvdock.v1.Counters\x12\x14\n\x0c\x63hunk_tokens\x18\t \x01(\r\x12$\n\x08segments\x18\n \x03(\x0b\x32\x12.kvdock.v1.Segment\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x16\n\x0esessions_total\x18\x0c \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\r \x03(\t\x12$\n\x05tiers\x18\x0e \x03(\x0b\x32\x15.kvdock.v1.TierStatus\"\x91\x02\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x06medium\x18\x02 \x01(\x0e\x32\x11.kvdock.v1.Medium\x12%\n\x08locality\x18\x03 \x01(\x0e\x32\x13.kvdock.v1.Locality\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x12\n\nused_bytes\x18\x06 \x01(\x04\x12\r\n\x05parts\x18\x07 \x01(\x04\x12\x18\n\x10read_bytes_per_s\x18\x08 \x01(\x04\x12\x19\n\x11write_bytes_per_s\x18\t \x01(\x04\x12\x16\n\x0e\x66\x65tching_bytes\x18\n \x01(\x04\x12\x15\n\rwriting_bytes\x18\x0b \x01(\x04\"\xce\x01\n\nPoolStatus\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x16\n\x0ereserved_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bpin_refused\x18\x06 \x01(\t\x12(\n\x07sockets\x18\x07 \x03(\x0b\x32\x17.kvdock.v1.SocketStatus\x12\x15\n\rplace_refused\x18\x08 \x01(\t\"W\n\x0cSocketStatus\x12\r\n\x05nodes\x18\x01 \x03(\r\x12\x13\n\x0bready_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\t\"\x8c\x01\n\x0bIndexStatus\x12\x12\n\nnamespaces\x18\x01 \x01(\r\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\r\n\x05parts\x18\x03 \x01(\x04\x12\x14\n\x0clocked_parts\x18\x04 \x01(\x04\x12\x0e\n\x06leases\x18\x05 \x01(\x04\x12\r\n\x05locks\x18\x06 \x01(\x04\x12\x15\n\rpending_parts\x18\x07 \x01(\x04\"\x8b\x02\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.kvdock.v1.SessionRole\x12\x11\n\tworker_id\x18\x04 \x01(\r\x12\x0e\n\x06\x63lient\x18\x05 \x01(\t\x12\x0e\n\x06leases\x18\x06 \x01(\x04\x12\x17\n\x0freserved_chunks\x18\x07 \x01(\x04\x12%\n\x04mode\x18\x08 \x01(\x0e\x32\x17.kvdock.v1.TransferMode\x12\x0f\n\x07\x65xpired\x18\t \x01(\x08\x12\x14\n\x0ckv_worker_id\x18\n \x01(\r\x12\x13\n\x0bmode_reason\x18\x0b \x01(\t\"\xc4\x02\n\x08\x43ounters\x12\x0f\n\x07lookups\x18\x01 \x01(\x04\x12\x15\n\rlookup_chunks\x18\x02 \x01(\x04\x12\x12\n\nhit_chunks\x18\x03 \x01(\x04\x12\x15\n\rstored_shards\x18\x04 \x01(\x04\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x04\x12\x18\n\x10retrieved_shards\x18\x06 \x01(\x04\x12\x17\n\x0fretrieved_bytes\x18\x07 \x01(\x04\x12\x15\n\revicted_parts\x18\x08 \x01(\x04\x12\x10\n\x08no_space\x18\t \x01(\x04\x12\x17\n\x0f\x61\x62\x61ndoned_parts\x18\n \x01(\x04\x12\x1c\n\x14host_to_device_bytes\x18\x0b \x01(\x04\x12\x1c\n\x14\x64\x65vice_to_host_bytes\x18\x0c \x01(\x04\x12\x1e\n\x16\x64\x65vice_to_device_bytes\x18\r \x01(\x04\"\x99\x01\n\x15ListNamespacesRequest\x12<\n\x06labels\x18\x01 \x03(\x0b\x32,.kvdock.v1.ListNamespacesRequest.LabelsEntry\x12\x13\n\x0bname_prefix\x18\x02 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\x16ListNamespacesResponse\x12-\n\tnamespace\x18\x01 \x01(\x0b\x32\x1a.kvdock.v1.NamespaceStatus\"X\n\x0fNamespaceStatus\x12\'\n\tnamespace\x18\x01 \x01(\x0b\x32\x14.kvdock.v1.Namespace\x12\r\n\x05parts\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"L\n\x11ListChunksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x16\n\tgroup_idx\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_group_idx\":\n\x12ListChunksResponse\x12$\n\x05parts\x18\x01 \x03(\x0b\x32\x15.kvdock.v1.PartStatus\"\x99\x01\n\nPartStatus\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nparent_key\x18\x02 \x01(\x0c\x12\x16\n\tgroup_idx\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rsealed_shards\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\r\n\x05locks\x18\x06 \x01(\r\x12\x0f\n\x07visible\x18\x07 \x01(\x08\x42\x0c\n\n_group_idx\";\n\x0c\x43learRequest\x12\x13\n\tnamespace\x18\x01 \x01(\tH\x00\x12\r\n\x03\x61ll\x18\x02 \x01(\x08H\x00\x42\x07\n\x05scope\"\x1e\n\rClearResponse\x12\r\n\x05parts\x18\x01 \x01(\x04\"8\n\x0c\x45victRequest\x12\x0f\n\x05\x62ytes\x18\x01 \x01(\x04H\x00\x12\r\n\x03\x61ll\x18\x02 \x01(\x08H\x00\x42\x08\n\x06\x61mount\"-\n\rEvictResponse\x12\r\n\x05parts\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x32\x84\x03\n\x0c\x41\x64minService\x12\x42\n\x06Status\x12\x18.kvdock.v1.StatusRequest\x1a\x19.kvdock.v1.StatusResponse\"\x03\x90\x02\x01\x12\\\n\x0eListNamespaces\x12 .kvdock.v1.ListNamespacesRequest\x1a!.kvdock.v1.ListNamespacesResponse\"\x03\x90\x02\x01\x30\x01\x12P\n\nListChunks\x12\x1c.kvdock.v1.ListChunksRequest\x1a\x1d.kvdock.v1.ListChunksResponse\"\x03\x90\x02\x01\x30\x01\x12?\n\x05\x43lear\x12\x17.kvdock.v1.ClearRequest\x1a\x18.kvdock.v1.ClearResponse\"\x03\x90\x02\x02\x12?\n\x05\x45vict\x12\x17.kvdock.v1.EvictRequest\x1a\x18.kvdock.v1.EvictResponse\"\x03\x90\x02\x00\x42\x82\x01\n\x13io.github.kvdock.v1B\nAdminProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,35 +54,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TIERSTATUS']._serialized_start=526
   _globals['_TIERSTATUS']._serialized_end=799
   _globals['_POOLSTATUS']._serialized_start=802
-  _globals['_POOLSTATUS']._serialized_end=943
-  _globals['_INDEXSTATUS']._serialized_start=946
-  _globals['_INDEXSTATUS']._serialized_end=1086
-  _globals['_SESSIONSTATUS']._serialized_start=1089
-  _globals['_SESSIONSTATUS']._serialized_end=1356
-  _globals['_COUNTERS']._serialized_start=1359
-  _globals['_COUNTERS']._serialized_end=1683
-  _globals['_LISTNAMESPACESREQUEST']._serialized_start=1686
-  _globals['_LISTNAMESPACESREQUEST']._serialized_end=1839
-  _globals['_LISTNAMESPACESREQUEST_LABELSENTRY']._serialized_start=1794
-  _globals['_LISTNAMESPACESREQUEST_LABELSENTRY']._serialized_end=1839
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1841
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=1912
-  _globals['_NAMESPACESTATUS']._serialized_start=1914
-  _globals['_NAMESPACESTATUS']._serialized_end=2002
-  _globals['_LISTCHUNKSREQUEST']._serialized_start=2004
-  _globals['_LISTCHUNKSREQUEST']._serialized_end=2080
-  _globals['_LISTCHUNKSRESPONSE']._serialized_start=2082
-  _globals['_LISTCHUNKSRESPONSE']._serialized_end=2140
-  _globals['_PARTSTATUS']._serialized_start=2143
-  _globals['_PARTSTATUS']._serialized_end=2296
-  _globals['_CLEARREQUEST']._serialized_start=2298
-  _globals['_CLEARREQUEST']._serialized_end=2357
-  _globals['_CLEARRESPONSE']._serialized_start=2359
-  _globals['_CLEARRESPONSE']._serialized_end=2389
-  _globals['_EVICTREQUEST']._serialized_start=2391
-  _globals['_EVICTREQUEST']._serialized_end=2447
-  _globals['_EVICTRESPONSE']._serialized_start=2449
-  _globals['_EVICTRESPONSE']._serialized_end=2494
-  _globals['_ADMINSERVICE']._serialized_start=2497
-  _globals['_ADMINSERVICE']._serialized_end=2885
+  _globals['_POOLSTATUS']._serialized_end=1008
+  _globals['_SOCKETSTATUS']._serialized_start=1010
+  _globals['_SOCKETSTATUS']._serialized_end=1097
+  _globals['_INDEXSTATUS']._serialized_start=1100
+  _globals['_INDEXSTATUS']._serialized_end=1240
+  _globals['_SESSIONSTATUS']._serialized_start=1243
+  _globals['_SESSIONSTATUS']._serialized_end=1510
+  _globals['_COUNTERS']._serialized_start=1513
+  _globals['_COUNTERS']._serialized_end=1837
+  _globals['_LISTNAMESPACESREQUEST']._serialized_start=1840
+  _globals['_LISTNAMESPACESREQUEST']._serialized_end=1993
+  _globals['_LISTNAMESPACESREQUEST_LABELSENTRY']._serialized_start=1948
+  _globals['_LISTNAMESPACESREQUEST_LABELSENTRY']._serialized_end=1993
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1995
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=2066
+  _globals['_NAMESPACESTATUS']._serialized_start=2068
+  _globals['_NAMESPACESTATUS']._serialized_end=2156
+  _globals['_LISTCHUNKSREQUEST']._serialized_start=2158
+  _globals['_LISTCHUNKSREQUEST']._serialized_end=2234
+  _globals['_LISTCHUNKSRESPONSE']._serialized_start=2236
+  _globals['_LISTCHUNKSRESPONSE']._serialized_end=2294
+  _globals['_PARTSTATUS']._serialized_start=2297
+  _globals['_PARTSTATUS']._serialized_end=2450
+  _globals['_CLEARREQUEST']._serialized_start=2452
+  _globals['_CLEARREQUEST']._serialized_end=2511
+  _globals['_CLEARRESPONSE']._serialized_start=2513
+  _globals['_CLEARRESPONSE']._serialized_end=2543
+  _globals['_EVICTREQUEST']._serialized_start=2545
+  _globals['_EVICTREQUEST']._serialized_end=2601
+  _globals['_EVICTRESPONSE']._serialized_start=2603
+  _globals['_EVICTRESPONSE']._serialized_end=2648
+  _globals['_ADMINSERVICE']._serialized_start=2651
+  _globals['_ADMINSERVICE']._serialized_end=3039
 # @@protoc_insertion_point(module_scope)

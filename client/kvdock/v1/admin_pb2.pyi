@@ -192,6 +192,8 @@ class PoolStatus(google.protobuf.message.Message):
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
     PINNED_BYTES_FIELD_NUMBER: builtins.int
     PIN_REFUSED_FIELD_NUMBER: builtins.int
+    SOCKETS_FIELD_NUMBER: builtins.int
+    PLACE_REFUSED_FIELD_NUMBER: builtins.int
     total_bytes: builtins.int
     """The limit."""
     ready_bytes: builtins.int
@@ -204,6 +206,15 @@ class PoolStatus(google.protobuf.message.Message):
     """Registered with CUDA, so that copies to and from devices run at the speed of the link."""
     pin_refused: builtins.str
     """Why CUDA registers no more of it. Empty unless it refused."""
+    place_refused: builtins.str
+    """Why the kernel was not told where the pool is to lie. Empty unless it refused."""
+    @property
+    def sockets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SocketStatus]:
+        """Where it lies, on a host with several sockets. Empty if the server may use one NUMA node only, or
+        was started with a memory policy of its own (numactl), which it leaves alone. One entry with all
+        nodes if the pool is spread evenly (the setting numa = off, or one processor with several nodes).
+        """
+
     def __init__(
         self,
         *,
@@ -213,10 +224,48 @@ class PoolStatus(google.protobuf.message.Message):
         reserved_bytes: builtins.int = ...,
         pinned_bytes: builtins.int = ...,
         pin_refused: builtins.str = ...,
+        sockets: collections.abc.Iterable[Global___SocketStatus] | None = ...,
+        place_refused: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pin_refused", b"pin_refused", "pinned_bytes", b"pinned_bytes", "ready_bytes", b"ready_bytes", "reserved_bytes", b"reserved_bytes", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pin_refused", b"pin_refused", "pinned_bytes", b"pinned_bytes", "place_refused", b"place_refused", "ready_bytes", b"ready_bytes", "reserved_bytes", b"reserved_bytes", "sockets", b"sockets", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes"]) -> None: ...
 
 Global___PoolStatus: typing_extensions.TypeAlias = PoolStatus
+
+@typing.final
+class SocketStatus(google.protobuf.message.Message):
+    """A socket: NUMA nodes that are near each other, as those of one processor are."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: builtins.int
+    READY_BYTES_FIELD_NUMBER: builtins.int
+    FREE_BYTES_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
+    ready_bytes: builtins.int
+    """Bytes of the pool's ready_bytes that lie there: as the kernel says for samples, or as planned
+    where it does not tell.
+    """
+    free_bytes: builtins.int
+    """Of these, bytes that are in no slot."""
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The nodes whose memory the server may use, ascending."""
+
+    @property
+    def devices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The devices there for which the server copies, as "GPU-" and their UUID."""
+
+    def __init__(
+        self,
+        *,
+        nodes: collections.abc.Iterable[builtins.int] | None = ...,
+        ready_bytes: builtins.int = ...,
+        free_bytes: builtins.int = ...,
+        devices: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["devices", b"devices", "free_bytes", b"free_bytes", "nodes", b"nodes", "ready_bytes", b"ready_bytes"]) -> None: ...
+
+Global___SocketStatus: typing_extensions.TypeAlias = SocketStatus
 
 @typing.final
 class IndexStatus(google.protobuf.message.Message):

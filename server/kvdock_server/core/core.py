@@ -330,7 +330,10 @@ class Core:
             )
         position = space.namespace.position(group_idx)
         deadline = self.clock() + _SHARDS_MISSING_SECONDS
-        outcomes = yield from self.index.reserve(space, position, shard, parent_key, keys, deadline)
+        home = session.home if session is not None else None
+        outcomes = yield from self.index.reserve(
+            space, position, shard, parent_key, keys, deadline, home
+        )
         if self.events is not None and event_data:
             self.events.describe(outcomes, event_data)
         return outcomes

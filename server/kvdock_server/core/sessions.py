@@ -63,6 +63,7 @@ class Session:
     ``guard`` is the byte of the pool's file that the process keeps locked while it has the pool
     mapped.
     ``orphaned``: what the session has reserved will not be committed any more.
+    ``home`` is the socket of the process's device, as an index; None where it is not known.
     ``is_held_up``: the server reads no request of the session, so its silence means nothing.
     """
 
@@ -78,6 +79,7 @@ class Session:
     guard: int
     mode: Mode = Mode.SHARED
     mode_reason: str = "the client copies by itself"
+    home: int | None = None
     expired: bool = False
     orphaned: bool = False
     is_held_up: bool = False

@@ -203,11 +203,13 @@ class Index:
         parent_key: bytes,
         keys: Sequence[bytes],
         deadline: float,
+        home: int | None = None,
     ) -> Steps[list[ReserveStatus | Slot]]:
         """Find memory for one shard of each of some consecutive chunks; a Slot where it is found.
 
-        A part that still misses shards at ``deadline`` is given up. Raises RequestError
-        (CHUNK_TOO_LARGE) if the pool could never hold such a shard.
+        A part that still misses shards at ``deadline`` is given up. Slots are preferred that lie on
+        the socket ``home``. Raises RequestError (CHUNK_TOO_LARGE) if the pool could never hold such
+        a shard.
         """
         size = space.shard_bytes(position, shard)
         if not self._slots.fits(size):
@@ -224,7 +226,9 @@ class Index:
             parent is None or (needs_parent_part and parent.parts[position] is None)
         ):
             return [ReserveStatus.PARENT_MISSING] * len(keys)
-        return (yield from self._reserve(space, position, shard, size, parent, keys, deadline))
+        return (
+            yield from self._reserve(space, position, shard, size, parent, keys, deadline, home)
+        )
 
     def _reserve(
         self,
@@ -235,6 +239,7 @@ class Index:
         parent: Chunk | None,
         keys: Sequence[bytes],
         deadline: float,
+        home: int | None,
     ) -> Steps[list[ReserveStatus | Slot]]:
         """``reserve``, after its arguments were checked."""
         self._use += 1
@@ -266,7 +271,7 @@ class Index:
                 # From now on no part of the chunk is evicted, also not to make room for this one.
                 part.writing |= 1 << shard
                 parts.append(part)
-                offset = yield from self._reclaimer.make_room(size, use)
+                offset = yield from self._reclaimer.make_room(size, use, home)
                 if offset is None:
                     self._stop_waiting(parts.pop(), shard)
                     break

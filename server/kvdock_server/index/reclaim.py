@@ -14,7 +14,8 @@ slots of the wanted size. These ways are tried in this order:
    as ``oldest``. More is asked than for a window, since a makeshift run may lose more memory.
 4. If ``oldest`` lies in a makeshift run: empty the window around this run, if all in it is about as
    old. So makeshift runs give way to windows in time.
-5. Evict ``oldest`` and take its slot.
+5. Evict ``oldest`` and take its slot. On a host with several sockets a slot on one of them may be
+   wanted, the device's home. Then the oldest part there goes instead, if it is nearly as old.
 
 There may be no part of the wanted size that may be evicted. Perhaps no chunk of this size has been
 stored yet. Then these ways are tried:
@@ -38,6 +39,13 @@ from kvdock_server.tiers.host.slots import SlotAllocator
 
 _LOOKS_A_STEP: Final = 128
 """How many parts a policy looks at between two yields."""
+_NEARLY_AS_OLD: Final = 7 / 8
+"""The least age, as a share of the oldest part's, at which another part is evicted instead.
+
+In simulations of a full pool, with the conversations of an engine on each of two sockets, this puts
+.93 of the chunks of 600 conversations at home, and .59 of 60 long ones, where .50 is chance. Hits
+change by less than half a percent. With 3/4 it is .98 and .71, and the long ones lose 2% of hits.
+"""
 
 
 class Reclaimer:
@@ -55,9 +63,10 @@ class Reclaimer:
         self._evict = evict
         self._make_policy = make_policy
         # The shards of a part may have slots of several sizes. Parts with the same sizes share one
-        # policy.
-        self._policies: dict[frozenset[int], EvictionPolicy] = {}
-        self._policy_of: dict[tuple[int, ...], EvictionPolicy] = {}  # by shard_bytes
+        # policy, if their first shards lie on the same socket.
+        self._policies: dict[tuple[frozenset[int], int], EvictionPolicy] = {}
+        # By socket, then shard_bytes.
+        self._policy_of: list[dict[tuple[int, ...], EvictionPolicy]] = [{} for _ in slots.sockets]
         self._windows = Windows(slots, self.sealed, evict)
 
     def offer(self, chunk: Chunk) -> None:
@@ -79,30 +88,46 @@ class Reclaimer:
         yield from self._backlog.all_steps()
         return (yield from self._first_of(list(self._policies.values())))
 
-    def make_room(self, size: int, use: int) -> Steps[int | None]:
+    def make_room(self, size: int, use: int, home: int | None = None) -> Steps[int | None]:
         """Offset of a slot for a shard of ``size`` bytes; evicts if need be.
 
         None if there is no such slot. ``use`` is the index's use counter (no clock), as in
-        ``Part.last_used``.
+        ``Part.last_used``. The slot lies on the socket ``home`` where that costs little.
         """
         slot_bytes = self._slots.slot_bytes(size)
         while True:
-            offset = self._slots.allocate(size)
+            offset = self._slots.allocate(size, home)
             if offset is not None:
                 return offset
             if self._backlog.step():
                 yield
                 continue
-            policies = [each for sizes, each in self._policies.items() if slot_bytes in sizes]
-            oldest = yield from self._first_of(policies)
+            oldest = yield from self._first_of(self._policies_with(slot_bytes))
             if oldest is None:
                 return (yield from self._take_from_others(slot_bytes, use))
             offset = yield from self._take_from_older(oldest, slot_bytes, use)
             if offset is not None:
                 return offset
+            if home is not None:
+                oldest = yield from self._at_home(oldest, slot_bytes, use, home)
             if oldest.is_evictable:  # others may have used it since
                 self._evict(oldest.chunk, oldest)
             yield
+
+    def _policies_with(self, slot_bytes: int, home: int | None = None) -> list[EvictionPolicy]:
+        """The policies of parts with such slots: all, or those of one socket."""
+        return [
+            policy
+            for (sizes, socket), policy in self._policies.items()
+            if slot_bytes in sizes and (home is None or home == socket)
+        ]
+
+    def _at_home(self, oldest: Part, slot_bytes: int, use: int, home: int) -> Steps[Part]:
+        """The oldest part on the socket ``home``, if it is nearly as old; else ``oldest``."""
+        part = yield from self._first_of(self._policies_with(slot_bytes, home))
+        if part is None or use - part.last_used < _NEARLY_AS_OLD * (use - oldest.last_used):
+            return oldest
+        return part
 
     def _take_from_older(self, oldest: Part, slot_bytes: int, use: int) -> Steps[int | None]:
         """A slot by ways 1 to 4, where there is an ``oldest``."""
@@ -133,19 +158,21 @@ class Reclaimer:
 
     def _policy(self, part: Part) -> EvictionPolicy:
         shard_bytes = part.chunk.space.namespace.groups[part.position].shard_bytes
-        policy = self._policy_of.get(shard_bytes)
+        socket = self._slots.socket_of(part.slots[0])  # it has one, since it is visible
+        policy = self._policy_of[socket].get(shard_bytes)
         if policy is None:
-            sizes = frozenset(map(self._slots.slot_bytes, shard_bytes))
-            policy = self._policies.get(sizes)
+            key = frozenset(map(self._slots.slot_bytes, shard_bytes)), socket
+            policy = self._policies.get(key)
             if policy is None:
                 self._forget_empty_policies()
-                policy = self._policies[sizes] = self._make_policy()
-            self._policy_of[shard_bytes] = policy
+                policy = self._policies[key] = self._make_policy()
+            self._policy_of[socket][shard_bytes] = policy
         return policy
 
     def _forget_empty_policies(self) -> None:
-        self._policies = {sizes: policy for sizes, policy in self._policies.items() if len(policy)}
-        self._policy_of.clear()
+        self._policies = {key: policy for key, policy in self._policies.items() if len(policy)}
+        for policies in self._policy_of:
+            policies.clear()
 
     def _first_of(self, policies: Sequence[EvictionPolicy]) -> Steps[Part | None]:
         """The part to evict first, of those in any of the policies."""

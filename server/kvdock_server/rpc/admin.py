@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 
 from kvdock.v1 import admin_pb2 as pb
@@ -19,7 +19,7 @@ from kvdock_server.rpc.features import features
 from kvdock_server.rpc.grpc_errors import Context, streaming, unary
 from kvdock_server.service.turns import in_turns
 from kvdock_server.tiers.host.pool import Pool
-from kvdock_server.transfer import GpuTransfers
+from kvdock_server.transfer import GpuStats, GpuTransfers
 
 _PARTS_A_MESSAGE = 250
 
@@ -54,6 +54,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 reserved_bytes=core.index.reserved_bytes,
                 pinned_bytes=gpu.pinned_bytes,
                 pin_refused=gpu.pin_refused,
+                sockets=_sockets(self._pool, gpu),
+                place_refused=self._pool.placement.refused,
             ),
             index=pb.IndexStatus(
                 namespaces=len(core.index.spaces),
@@ -137,6 +139,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise invalid("the request does not say how much to evict: set bytes, or all to true")
         parts, nbytes = await in_turns(evicting)
         return pb.EvictResponse(parts=parts, bytes=nbytes)
+
+
+def _sockets(pool: Pool, gpu: GpuStats) -> Iterator[pb.SocketStatus]:
+    sockets = pool.placement.topology.sockets
+    if not sockets:
+        return
+    for index, (ready, free) in enumerate(pool.slots.ready_and_free()):
+        is_here = (index, None) if len(sockets) == 1 else (index,)
+        devices = sorted(uuid for uuid, socket in gpu.sockets.items() if socket in is_here)
+        yield pb.SocketStatus(
+            nodes=sockets[index].nodes, ready_bytes=ready, free_bytes=free, devices=devices
+        )
 
 
 def _session_status(session: Session, leases: int) -> pb.SessionStatus:

@@ -143,6 +143,7 @@ class RegisteredMemory:
             loop = asyncio.get_running_loop()
             loop.call_later(SETTLED_SECONDS, self._expect_followers, session)
         session.mode, session.mode_reason = mode, reason
+        session.home = memory.registration.socket if memory is not None else None
         logger.info("worker %d of %s: %s mode: %s", session.worker_id, session.engine_id,
                     mode.name.lower(), reason)  # fmt: skip
         return ModeChoice(mode, reason)

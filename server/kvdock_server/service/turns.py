@@ -11,11 +11,11 @@ from kvdock_server.steps import Steps
 T = TypeVar("T")
 
 # A call that comes meanwhile takes some rounds of the loop, and waits for one turn in each.
-_TURN_SECONDS: Final = 0.002
+_TURN_SECONDS: Final = 0.0005
 
 
 async def in_turns(steps: Steps[T]) -> T:
-    """Carry out steps, and let the loop serve others every two milliseconds; the steps' result.
+    """Carry out steps, and let the loop serve others every half millisecond; the steps' result.
 
     If the caller is cancelled, the steps are closed where they are, and undo what they have to.
     """

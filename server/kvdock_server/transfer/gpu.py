@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -22,7 +23,12 @@ import numpy.typing as npt
 from kvdock_server.transfer.devices.block_transfer import BlockTransfer, ReadyEvent
 from kvdock_server.transfer.devices.copy_streams import Direction
 from kvdock_server.transfer.devices.device import Device, MappedGroup, format_uuid
-from kvdock_server.transfer.devices.driver import CudaError, CudaUnavailableError, load_driver
+from kvdock_server.transfer.devices.driver import (
+    CudaError,
+    CudaUnavailableError,
+    Driver,
+    load_driver,
+)
 from kvdock_server.transfer.devices.lane import Job
 from kvdock_server.transfer.devices.mapped_memory import MappedMemory
 from kvdock_server.transfer.devices.pinning import PinnedPool
@@ -43,16 +49,30 @@ logger = logging.getLogger(__name__)
 _THREADS = 4
 
 
+class Sockets(Protocol):
+    """The sockets of the host, by index."""
+
+    def socket_of_device(self, pci_id: str) -> int | None:
+        """The socket of a device; None if that is not known."""
+
+    def running_on(self, socket: int | None) -> AbstractContextManager[None]:
+        """Until the block ends, this thread and those that it starts run on the socket."""
+
+
 class DeviceMemoryError(Exception):
     """A worker's device memory cannot be used by this server. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuStats:
-    """How much of the pool is pinned. ``pin_refused`` is empty unless CUDA refused the rest."""
+    """How much of the pool is pinned. ``pin_refused`` is empty unless CUDA refused the rest.
+
+    ``sockets`` has the socket of each device that a worker has registered, by the device's UUID.
+    """
 
     pinned_bytes: int
     pin_refused: str
+    sockets: dict[str, int | None]
 
 
 class GpuTransfers:
@@ -62,12 +82,16 @@ class GpuTransfers:
     the event loop, except ``faulted`` and ``stats``.
     """
 
-    def __init__(self, pool_address: int, pool_bytes: int) -> None:
-        """``pool_address`` is where the pool is mapped in this process."""
+    def __init__(self, pool_address: int, pool_bytes: int, sockets: Sockets | None = None) -> None:
+        """``pool_address`` is where the pool is mapped in this process.
+
+        With ``sockets``, all threads of a device run on its socket.
+        """
         self._pool = PinnedPool(pool_address, pool_bytes)
         self._pool_range = range(pool_address, pool_address + pool_bytes)
         self._driver_threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="device-memory")
         self._paths = PeerPaths(self._driver_threads)
+        self._sockets = sockets
         self._lock = threading.Lock()
         self._devices: dict[int, Device] = {}  # by ordinal
 
@@ -99,7 +123,8 @@ class GpuTransfers:
 
     def stats(self) -> GpuStats:
         """A snapshot. Any thread."""
-        return GpuStats(self._pool.pinned_bytes, self._pool.refused or "")
+        sockets = {device.uuid: device.socket for device in self._devices.copy().values()}
+        return GpuStats(self._pool.pinned_bytes, self._pool.refused or "", sockets)
 
     async def close(self) -> None:
         """End all transfers, unmap everything and unpin the pool.
@@ -151,7 +176,7 @@ class GpuTransfers:
             ordinal = visible.index(uuid)
             with self._lock:
                 if ordinal not in self._devices:
-                    self._devices[ordinal] = Device(driver, ordinal, self._pool, SERVER_PACE)
+                    self._devices[ordinal] = self._made(driver, ordinal)
                 return self._devices[ordinal]
         except CudaUnavailableError as error:
             raise DeviceMemoryError(str(error)) from error
@@ -159,6 +184,13 @@ class GpuTransfers:
             raise DeviceMemoryError(
                 f"the server cannot use the worker's device: {error}"
             ) from error
+
+    def _made(self, driver: Driver, ordinal: int) -> Device:
+        if self._sockets is None:
+            return Device(driver, ordinal, self._pool, SERVER_PACE)
+        socket = self._sockets.socket_of_device(driver.pci_id(ordinal))
+        with self._sockets.running_on(socket):
+            return Device(driver, ordinal, self._pool, SERVER_PACE, socket)
 
     def _close(self) -> None:
         with self._lock:
@@ -258,6 +290,11 @@ class Registration:
     def failure(self) -> str | None:
         """Why nothing can be copied any more. None unless the device failed."""
         return self._memory.device.failure
+
+    @property
+    def socket(self) -> int | None:
+        """The socket of the worker's device, if it is known."""
+        return self._memory.device.socket
 
     def follower(self) -> LoadFollower:
         """This worker as a follower, for another worker's ``retrieve``.

@@ -160,6 +160,9 @@ class HostDriver:
     def device_name(self, ordinal: int) -> str:
         return f"host {ordinal}"
 
+    def pci_id(self, ordinal: int) -> str:
+        return f"0000:{ordinal:02X}:00.0"
+
     @_may_fail
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
         return (ordinal, peer) in self.peers

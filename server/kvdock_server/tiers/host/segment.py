@@ -15,9 +15,11 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from kvdock_server.numa import run_on
 from kvdock_server.tiers.host.memory_limits import SHM, PoolError, check_memory_limits
+from kvdock_server.tiers.host.placement import Share
 
 logger = logging.getLogger(__name__)
 
@@ -75,47 +77,64 @@ class Segment:
         # Large pages make copies faster. If the kernel has none, the pages stay small.
         _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
 
-    def fault_in(self, step_bytes: int, ready: Callable[[int, int], None]) -> None:
+    def fault_in(
+        self,
+        step_bytes: int,
+        ready: Callable[[int, int], None],
+        shares: Sequence[Share] = (),
+    ) -> None:
         """Back the segment with memory: the first piece at once, the rest on several threads.
 
         ``ready(offset, nbytes)`` is called for each piece, on the thread that backed it. A piece is
         a multiple of ``step_bytes`` long. If memory runs out, this is logged, and the rest never
-        becomes ready. PoolError if there is no memory for the first piece.
+        becomes ready. PoolError if there is no memory for the first piece. Each of the ``shares``,
+        multiples of ``step_bytes``, is backed by threads of its own, on its processors.
         """
         piece = max(_STEP_BYTES // step_bytes, 1) * step_bytes
-        first = min(piece, self.nbytes)
+        shares = shares or [Share(0, self.nbytes)]
+        first = min(piece, shares[0].nbytes)
         try:
             self._populate(0, first)
         except OSError as error:
             raise PoolError(f"no memory for the first {first} bytes of the pool: {error}") from None
         ready(0, first)
-        offsets = iter(range(piece, self.nbytes, piece))
+        for number, share in enumerate(shares):
+            done = 0 if number else first
+            rest = share._replace(offset=share.offset + done, nbytes=share.nbytes - done)
+            self._fault_in_share(rest, piece, ready, f"fault-in-{number}")
+
+    def _fault_in_share(
+        self, share: Share, piece: int, ready: Callable[[int, int], None], name: str
+    ) -> None:
+        end = share.offset + share.nbytes
+        offsets = iter(range(share.offset, end, piece))
         lock = threading.Lock()
 
         def work() -> None:
+            run_on(share.cpus)
             while not self._stop.is_set():
                 with lock:
                     offset = next(offsets, None)
                 if offset is None:
                     return
-                nbytes = min(piece, self.nbytes - offset)
+                nbytes = min(piece, end - offset)
                 try:
                     self._populate(offset, nbytes)
                 except OSError as error:
                     self._stop.set()
                     logger.error(
-                        "the pool stays at %d bytes or less: no memory for more (%s); "
+                        "no memory for all of the pool's %d bytes (%s): "
                         "start with less --memory or enlarge %s",
-                        offset,
+                        self.nbytes,
                         error,
                         SHM,
                     )
                     return
                 ready(offset, nbytes)
 
-        count = min(_FAULT_THREADS, os.cpu_count() or 1)
+        count = min(_FAULT_THREADS, len(share.cpus) or os.cpu_count() or 1)
         for number in range(count):
-            thread = threading.Thread(target=work, name=f"fault-in-{number}", daemon=True)
+            thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
             thread.start()
             self._threads.append(thread)
 

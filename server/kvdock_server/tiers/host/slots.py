@@ -9,11 +9,14 @@ For each size of slots the pool is divided into windows. A window is a few slabs
 many that little memory is left over behind their last slot. A run takes a window if one is free.
 Then a size gets as much memory as in a fresh pool, whatever was there before. Otherwise the run is
 makeshift: it takes whatever slabs are free.
+
+On a host with several sockets each slab lies on one of them (see placement.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 PAGE_BYTES = 4096
 
@@ -30,7 +33,8 @@ class Run:
     ``base`` is the offset of the first slot, and ``free`` has the offsets of the free slots.
     ``not_before`` is set by ``rebuild_around`` (index/windows.py) when it has looked at a makeshift
     run in vain, to the number of a use (``Part.last_used``). It looks at the run again only when
-    that use, too, counts as long ago.
+    that use, too, counts as long ago. ``partial`` are the allocator's runs with free slots, of the
+    same size and socket. A run lies on the socket on which it begins.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Run:
         self.slot_bytes = slot_bytes
         self.is_makeshift = is_makeshift
         self.not_before = 0
+        self.partial: dict[int, Run] = {}
         self.capacity = slabs * slab_bytes // slot_bytes
         self.base = first * slab_bytes
         self.free = [self.base + index * slot_bytes for index in reversed(range(self.capacity))]
@@ -60,19 +65,23 @@ class SlotAllocator:
     """Hands out slots of any size up to the pool's.
 
     ``add`` makes memory available as it is faulted in: ``ready_bytes`` so far, ``limit_bytes`` in
-    the end.
+    the end. It lies on so many ``sockets``.
     """
 
-    def __init__(self, limit_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, slab_bytes: int, sockets: int = 1) -> None:
         self.slab_bytes = slab_bytes
         self.slabs = limit_bytes // slab_bytes
         self.limit_bytes = self.slabs * slab_bytes
-        self.ready_bytes = 0
+        self.sockets = range(sockets)
+        self._ready_on = [0] * sockets  # bytes
+        self._socket_of = bytearray(self.slabs)
         self._free_slabs = bytearray(self.slabs)
+        # The same of each socket's slabs alone.
+        self._free_on = [bytearray(self.slabs) for _ in self.sockets]
         self._claimed: set[int] = set()  # slabs that are being emptied for one size
         self._runs: dict[int, Run] = {}  # by each slab of the run
-        # By slot size, then first slab: runs that have free slots.
-        self._partial: defaultdict[int, dict[int, Run]] = defaultdict(dict)
+        # By slot size and socket, then first slab: runs that have free slots.
+        self._partial: defaultdict[tuple[int, int], dict[int, Run]] = defaultdict(dict)
         self._window_slabs: dict[int, int] = {}  # by slot size
 
     @staticmethod
@@ -80,31 +89,58 @@ class SlotAllocator:
         """Bytes of the slot that holds ``size`` bytes."""
         return -(-size // PAGE_BYTES) * PAGE_BYTES
 
-    def add(self, offset: int, nbytes: int) -> None:
-        """``nbytes`` from ``offset`` on can be handed out. Both are multiples of a slab."""
+    def add(self, offset: int, nbytes: int, socket: int = 0) -> None:
+        """``nbytes`` from ``offset`` on can be handed out. Both are multiples of a slab.
+
+        They lie on ``socket``, an index.
+        """
         first = offset // self.slab_bytes
-        count = nbytes // self.slab_bytes
-        self._free_slabs[first : first + count] = b"\x01" * count
-        self.ready_bytes += count * self.slab_bytes
+        for slab in range(first, first + nbytes // self.slab_bytes):
+            self._socket_of[slab] = socket
+            self._set_free(slab, True)
+            self._ready_on[socket] += self.slab_bytes
+
+    @property
+    def ready_bytes(self) -> int:
+        """How much can be handed out so far, or is in use."""
+        return sum(self._ready_on)
+
+    def ready_and_free(self) -> list[tuple[int, int]]:
+        """For each socket, its bytes of ``ready_bytes``, and how many of these are free."""
+        free = [slabs.count(1) * self.slab_bytes for slabs in self._free_on]
+        for (slot_bytes, socket), runs in self._partial.items():
+            free[socket] += sum(len(run.free) for run in runs.values()) * slot_bytes
+        return list(zip(self._ready_on, free, strict=True))
 
     def fits(self, size: int) -> bool:
         """True if an empty pool could hold a slot of ``size`` bytes."""
         return self.slot_bytes(size) <= self.limit_bytes
 
-    def allocate(self, size: int) -> int | None:
-        """Offset of a slot, in a run that has one or in a free window; None if there is neither."""
+    def allocate(self, size: int, home: int | None = None) -> int | None:
+        """Offset of a slot, in a run that has one or in a free window; None if there is neither.
+
+        With a ``home``, an index of a socket, a slot there if there is one.
+        """
         slot_bytes = self.slot_bytes(size)
-        partial = self._partial[slot_bytes]
-        if not partial:
-            first = self._free_window(self.window_slabs(slot_bytes))
-            if first is None:
-                return None
-            return self.start_run(first, self.window_slabs(slot_bytes), slot_bytes)
-        run = next(iter(partial.values()))
-        offset = run.free.pop()
-        if not run.free:
-            del partial[run.first]
-        return offset
+        for sockets in (self.sockets,) if home is None else ((home,), self.sockets):
+            for socket in sockets:
+                partial = self._partial[slot_bytes, socket]
+                if partial:
+                    run = next(iter(partial.values()))
+                    offset = run.free.pop()
+                    if not run.free:
+                        del partial[run.first]
+                    return offset
+            if 1 in self._free_slabs:
+                slabs = self.window_slabs(slot_bytes)
+                first = self._free_window(slabs, sockets)
+                if first is not None:
+                    return self.start_run(first, slabs, slot_bytes)
+        return None
+
+    def socket_of(self, offset: int) -> int:
+        """On which socket a slot lies."""
+        return self._socket_of[offset // self.slab_bytes]
 
     def allocate_anywhere(self, size: int) -> int | None:
         """Offset of a slot in a new, makeshift run: in the free slabs that lose least.
@@ -129,12 +165,12 @@ class SlotAllocator:
         run = self.run_of(offset)
         run.free.append(offset)
         if len(run.free) == run.capacity:
-            self._partial[run.slot_bytes].pop(run.first, None)
+            run.partial.pop(run.first, None)
             for slab in run.all_slabs():
                 del self._runs[slab]
-                self._free_slabs[slab] = slab not in self._claimed
+                self._set_free(slab, slab not in self._claimed)
         elif not self._is_claimed(run):
-            self._partial[run.slot_bytes][run.first] = run
+            run.partial[run.first] = run
 
     # Windows
 
@@ -180,10 +216,10 @@ class SlotAllocator:
         """Keep slabs for one use: runs there give no slots any more. ``runs_in`` must allow it."""
         for slab in range(first, first + slabs):
             self._claimed.add(slab)
-            self._free_slabs[slab] = 0
+            self._set_free(slab, False)
             run = self._runs.get(slab)
             if run is not None:
-                self._partial[run.slot_bytes].pop(run.first, None)
+                run.partial.pop(run.first, None)
 
     def is_empty(self, first: int, slabs: int) -> bool:
         """True if no run has one of the slabs."""
@@ -196,33 +232,46 @@ class SlotAllocator:
         for slab in claimed:
             run = self._runs.get(slab)
             if run is None:
-                self._free_slabs[slab] = 1
+                self._set_free(slab, True)
             elif run.free and not self._is_claimed(run):
-                self._partial[run.slot_bytes][run.first] = run
+                run.partial[run.first] = run
 
     def start_run(
         self, first: int, slabs: int, slot_bytes: int, *, is_makeshift: bool = False
     ) -> int:
         """Let slabs serve slots of a size; the first slot. No run may have any of the slabs."""
         run = Run(first, slabs, self.slab_bytes, slot_bytes, is_makeshift=is_makeshift)
+        run.partial = self._partial[slot_bytes, self._socket_of[first]]
         self._claimed.difference_update(run.all_slabs())
         for slab in run.all_slabs():
             self._runs[slab] = run
-            self._free_slabs[slab] = 0
+            self._set_free(slab, False)
         offset = run.free.pop()
         if run.free:
-            self._partial[slot_bytes][first] = run
+            run.partial[first] = run
         return offset
 
     def _is_claimed(self, run: Run) -> bool:
         return bool(self._claimed) and not self._claimed.isdisjoint(run.all_slabs())
 
-    def _free_window(self, slabs: int) -> int | None:
+    def _set_free(self, slab: int, is_free: bool) -> None:
+        self._free_slabs[slab] = is_free
+        self._free_on[self._socket_of[slab]][slab] = is_free
+
+    def _free_window(self, slabs: int, sockets: Sequence[int]) -> int | None:
+        """A free window on one of the sockets: on that with the most free slabs."""
+        maps = [self._free_on[socket] for socket in sockets]
+        if len(sockets) > 1:
+            maps.sort(key=lambda free: -free.count(1))
+            maps.append(self._free_slabs)  # a window may lie on two sockets
         wanted = b"\x01" * slabs
-        first = self._free_slabs.find(wanted)
-        while first >= 0 and first % slabs:
-            first = self._free_slabs.find(wanted, first + slabs - first % slabs)
-        return first if first >= 0 else None
+        for free in maps:
+            first = free.find(wanted)
+            while first >= 0 and first % slabs:
+                first = free.find(wanted, first + slabs - first % slabs)
+            if first >= 0:
+                return first
+        return None
 
     def _lengths(self, slot_bytes: int) -> range:
         """How many slabs a run for slots of this size may have."""

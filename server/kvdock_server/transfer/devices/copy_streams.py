@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _EVENTS = 16
 """At least two for each piece that may be under way."""
-_POLL_SECONDS = 100e-6
 
 _FIRST_SEGMENTS = 32
 _FIRST_RECTANGLES = 4
@@ -131,7 +130,7 @@ class CopyStreams:
             if more_under_way:
                 # There is time, since the link is busy with the next piece.
                 while not self._driver.query_event(ticket):
-                    time.sleep(_POLL_SECONDS)
+                    time.sleep(self._pace.poll_seconds)
             else:
                 self._driver.synchronize_event(ticket)
         except CudaError:

@@ -36,8 +36,13 @@ class MappedGroup(NamedTuple):
 class Device:
     """One GPU. Made when its first worker registers; lives as long as the server."""
 
-    def __init__(self, driver: Driver, ordinal: int, pool: Pinned, pace: Pace) -> None:
-        """CudaError if the device gives no context."""
+    def __init__(
+        self, driver: Driver, ordinal: int, pool: Pinned, pace: Pace, socket: int | None = None
+    ) -> None:
+        """CudaError if the device gives no context.
+
+        CUDA's threads and those of the lanes are started here, and run where this one does.
+        """
         self.driver = driver
         self.ordinal = ordinal
         self.uuid = format_uuid(driver.device_uuids()[ordinal])
@@ -45,6 +50,7 @@ class Device:
         self.context = driver.retain_context(ordinal)
         self.pool = pool
         self.pace = pace
+        self.socket = socket
         self.mappings = Mappings(driver)
         self.peer_mappings = Mappings(driver, sizes_are_known=True)
         """Memory of other devices, opened for copies from this one."""

@@ -89,6 +89,12 @@ class Driver:
         self._call("cuDeviceGetName", name, len(name), self._device(ordinal))
         return name.value.decode()
 
+    def pci_id(self, ordinal: int) -> str:
+        """The device's address on the PCI bus, as in ``0000:19:00.0``."""
+        address = ctypes.create_string_buffer(32)
+        self._call("cuDeviceGetPCIBusId", address, len(address), self._device(ordinal))
+        return address.value.decode()
+
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
         """True if device ``ordinal`` can address memory of device ``peer``."""
         devices = self._device(ordinal), self._device(peer)

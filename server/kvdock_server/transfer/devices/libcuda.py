@@ -129,6 +129,7 @@ SIGNATURES: dict[str, list[type]] = {
     "cuDeviceGetCount": [POINTER(c_int)],
     "cuDeviceGet": [POINTER(c_int), c_int],
     "cuDeviceGetName": [POINTER(c_char), c_int, c_int],
+    "cuDeviceGetPCIBusId": [POINTER(c_char), c_int, c_int],
     "cuDeviceGetUuid_v2": [POINTER(Uuid), c_int],
     "cuDeviceCanAccessPeer": [POINTER(c_int), c_int, c_int],
     "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],

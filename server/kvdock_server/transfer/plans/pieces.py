@@ -31,9 +31,11 @@ class Pace:
     call_growth: int
     """If the link is idle, each call of the driver has so many times the copies of the one before.
     """
+    poll_seconds: float
+    """Pause between two looks at a piece that is copied while the next one is under way."""
 
 
-SERVER_PACE = Pace(1200.0, 160 << 20, 256 << 20, 512, 2)
+SERVER_PACE = Pace(1200.0, 160 << 20, 256 << 20, 512, 2, 100e-6)
 """A piece of large segments has 64 MiB. Calls of 512 segments of 64 KiB reach 52.8 / 52.1 GB/s (to
 host / to device), calls of 2,048 reach 51.9 / 49.8, and one call of 16,384 reaches 36.2 / 33.9.
 
@@ -42,9 +44,9 @@ many small ones. Beside stores without pause the engine's step took 1.38 times a
 pieces of 32 MiB, 1.20 times with 128 MiB, and 1.11 times with 256 MiB. Beside loads it took 1.34
 times as long with 128 MiB, and 1.20 times with 256 MiB."""
 
-ENGINE_PACE = Pace(8000.0, 640 << 20, 128 << 20, 2048, 8)
+ENGINE_PACE = Pace(8000.0, 640 << 20, 128 << 20, 2048, 8, 1e-3)
 """In an engine's process. After each call of the driver the copying thread waits for the
-interpreter's lock, up to 5 ms while the engine computes. So the calls are few. Kernels there cost
+interpreter's lock, up to 5 ms while the engine computes. So calls and looks are few. Kernels there cost
 the engine little, and staging buffers are the engine's memory."""
 
 STAGING_BUFFERS = 2
