@@ -67,7 +67,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(memory: str, *, start: bool = True) -> Iterator[ServerProcess]:
     # Not pytest's folders: a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
-        server = ServerProcess(Path(folder) / "s.sock", "--memory", memory)
+        server = ServerProcess(
+            Path(folder) / "s.sock", "--memory", memory, "--chunk-tokens", str(CHUNK)
+        )
         if not start:
             server.stop()
         try:
