@@ -40,17 +40,17 @@ from kvdock import ChunkStatus, Client, Group, Location, Namespace, Session
 from kvdock._inline import MESSAGE_BYTES
 from kvdock.keys import chunk_keys
 
-CHUNK_TOKENS = 256
-SHARD_BYTES = 32 << 20
-"""256 tokens of a Llama 3.1 8B in 16 bits."""
-CHUNKS = 64
-"""Of one store or retrieve: 2 GiB, a prompt of 16,384 tokens."""
+CHUNK_TOKENS = 32
+TOKEN_BYTES = 128 << 10
+"""Of a Llama 3.1 8B in 16 bits."""
+SHARD_BYTES = CHUNK_TOKENS * TOKEN_BYTES
+PROMPT_TOKENS = 16_384
+"""Of one store or retrieve: 2 GiB."""
 POOL_BYTES = 5 << 30
 
 PIECE_BYTES = 8 << 20
 """After each piece a copy lets other processes run. Linux lets a copying process finish its time
 slice, so processes that are woken on its core, the server's too, would wait for milliseconds."""
-NAMESPACE = Namespace("bench", CHUNK_TOKENS, 1, (Group(shard_bytes=(SHARD_BYTES,)),))
 
 PROMPT_CHUNKS = 128
 SMALL_SHARD_BYTES = 4096
@@ -77,8 +77,8 @@ class Effort:
     """How long each round looks up without load, and then again under load."""
 
 
-FULL = Effort(10, 6, 16, 4, 2.0)
-QUICK = Effort(4, 3, 8, 2, 1.0)
+FULL = Effort(10, 6, 128, 4, 2.0)
+QUICK = Effort(4, 3, 64, 2, 1.0)
 
 
 @dataclass
@@ -93,9 +93,14 @@ class Timings:
         self.kvdock.append(kvdock)
         self.ceiling.append((before + after) / 2)
 
+    @property
+    def ratio(self) -> float:
+        """Of the rates. It is taken in each round, since the machine's speed changes."""
+        return median(own / mine for own, mine in zip(self.ceiling, self.kvdock, strict=True))
+
     def row(self, what: str, ceiling: str, bound: float) -> Row:
-        """A row of medians. The ratio is taken in each round, since the machine's speed changes."""
-        ratio = median(own / mine for own, mine in zip(self.ceiling, self.kvdock, strict=True))
+        """A row of medians."""
+        ratio = self.ratio
         return Row(
             what,
             f"{self.nbytes / median(self.kvdock) / 1e9:.2f} GB/s",
@@ -118,13 +123,19 @@ def main() -> int:
             BareServer(folder) as bare,
             Client(server.address) as client,
         ):
-            client.register_namespace(NAMESPACE)
+            client.register_namespace(namespace(CHUNK_TOKENS))
             wait_for_pool(client, lambda pool: pool.ready_bytes)
-            rows += shared_rows(client, effort)
+            rows += shared_rows(client, CHUNK_TOKENS, effort.shared_rounds)
             rows += inline_rows(client, bare.target, effort)
             for load in (shared_load, inline_load):
                 rows.append(tail_row(client, load, effort))
     return print_report("data path", rows)
+
+
+def namespace(chunk_tokens: int) -> Namespace:
+    """A namespace of Llama 3.1 8B for chunks of that size."""
+    group = Group(shard_bytes=(chunk_tokens * TOKEN_BYTES,))
+    return Namespace(f"bench-{chunk_tokens}", chunk_tokens, 1, (group,))
 
 
 def touch_pool(session: Session) -> None:
@@ -139,25 +150,25 @@ def new_keys(count: int) -> list[bytes]:
     return [secrets.token_bytes(32) for _ in range(count)]
 
 
-def touched(chunks: int) -> Bytes:
+def touched(chunks: int, shard_bytes: int = SHARD_BYTES) -> Bytes:
     """``chunks`` shards of random bytes, aligned as the pool is, in pages that were written to."""
-    piece = np.frombuffer(secrets.token_bytes(SHARD_BYTES), np.uint8)
-    memory = mmap.mmap(-1, chunks * SHARD_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    shards = np.frombuffer(memory, np.uint8).reshape(chunks, SHARD_BYTES)
+    piece = np.frombuffer(secrets.token_bytes(shard_bytes), np.uint8)
+    memory = mmap.mmap(-1, chunks * shard_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    shards = np.frombuffer(memory, np.uint8).reshape(chunks, shard_bytes)
     for index in range(chunks):
         shards[index] = np.roll(piece, index)
     return shards
 
 
-def touched_shared(chunks: int) -> Bytes:
+def touched_shared(chunks: int, shard_bytes: int) -> Bytes:
     """``chunks`` shards in pages of shared memory that were written to, as the pool's are.
 
     Copies to and from a file's pages are some 5% slower than between a process's own.
     """
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        file.truncate(chunks * SHARD_BYTES)
-        memory = mmap.mmap(file.fileno(), chunks * SHARD_BYTES)
-    shards = np.frombuffer(memory, np.uint8).reshape(chunks, SHARD_BYTES)
+        file.truncate(chunks * shard_bytes)
+        memory = mmap.mmap(file.fileno(), chunks * shard_bytes)
+    shards = np.frombuffer(memory, np.uint8).reshape(chunks, shard_bytes)
     shards.fill(1)
     return shards
 
@@ -168,32 +179,44 @@ def seconds_of(call: Callable[..., object], *arguments: object) -> float:
     return time.perf_counter() - started
 
 
-def shared_rows(client: Client, effort: Effort) -> list[Row]:
-    """Store and retrieve through the mapped pool against memcpy."""
-    source, target, plain = touched(CHUNKS), touched(CHUNKS), touched_shared(CHUNKS)
-    stores, retrieves = Timings(source.nbytes), Timings(source.nbytes)
-    with client.session(role="worker") as session:
-        touch_pool(session)
-        for _ in range(effort.shared_rounds):
-            keys = new_keys(CHUNKS)
-            before = seconds_of(np.copyto, plain, source)
-            storing = seconds_of(store, session, keys, source)
-            stores.add(before, storing, seconds_of(np.copyto, plain, source))
-            before = seconds_of(np.copyto, target, plain)
-            target.fill(0)
-            retrieving = seconds_of(retrieve, session, keys, target)
-            if not np.array_equal(source, target):
-                raise RuntimeError("what was retrieved is not what was stored")
-            retrieves.add(before, retrieving, seconds_of(np.copyto, target, plain))
+def shared_rows(client: Client, chunk_tokens: int, rounds: int) -> list[Row]:
+    """Store and retrieve through the mapped pool against memcpy, in a registered namespace."""
+    stores, retrieves = shared_timings(client, chunk_tokens, PROMPT_TOKENS, rounds)
+    chunks, mebibytes = PROMPT_TOKENS // chunk_tokens, chunk_tokens * TOKEN_BYTES >> 20
     return [
-        stores.row(f"shared store, {CHUNKS} chunks of 32 MiB", "memcpy", SHARED_BOUND),
+        stores.row(f"shared store, {chunks} chunks of {mebibytes} MiB", "memcpy", SHARED_BOUND),
         retrieves.row("shared retrieve", "memcpy", SHARED_BOUND),
     ]
 
 
-def store(session: Session, keys: Sequence[bytes], shards: Bytes) -> None:
+def shared_timings(
+    client: Client, chunk_tokens: int, prompt_tokens: int, rounds: int
+) -> tuple[Timings, Timings]:
+    """Of stores and retrieves of a prompt, each beside memcpy."""
+    name, nbytes = namespace(chunk_tokens).name, chunk_tokens * TOKEN_BYTES
+    chunks = prompt_tokens // chunk_tokens
+    source, target = touched(chunks, nbytes), touched(chunks, nbytes)
+    plain = touched_shared(chunks, nbytes)
+    stores, retrieves = Timings(source.nbytes), Timings(source.nbytes)
+    with client.session(role="worker") as session:
+        touch_pool(session)
+        for _ in range(rounds):
+            keys = new_keys(chunks)
+            before = seconds_of(np.copyto, plain, source)
+            storing = seconds_of(store, session, name, keys, source)
+            stores.add(before, storing, seconds_of(np.copyto, plain, source))
+            before = seconds_of(np.copyto, target, plain)
+            target.fill(0)
+            retrieving = seconds_of(retrieve, session, name, keys, target)
+            if not np.array_equal(source, target):
+                raise RuntimeError("what was retrieved is not what was stored")
+            retrieves.add(before, retrieving, seconds_of(np.copyto, target, plain))
+    return stores, retrieves
+
+
+def store(session: Session, name: str, keys: Sequence[bytes], shards: Bytes) -> None:
     """Reserve, copy, commit."""
-    reservation = session.reserve(NAMESPACE.name, keys)
+    reservation = session.reserve(name, keys)
     for shard, chunk in zip(shards, reservation.chunks, strict=True):
         if chunk.location is None:
             raise RuntimeError(f"a chunk was not reserved: {chunk.status.name}")
@@ -203,9 +226,9 @@ def store(session: Session, keys: Sequence[bytes], shards: Bytes) -> None:
         raise RuntimeError(f"not all chunks were stored: {statuses}")
 
 
-def retrieve(session: Session, keys: Sequence[bytes], shards: Bytes) -> None:
+def retrieve(session: Session, name: str, keys: Sequence[bytes], shards: Bytes) -> None:
     """Look up, copy, free."""
-    hit = session.lookup(NAMESPACE.name, keys)
+    hit = session.lookup(name, keys)
     if hit.lease is None or hit.chunks != len(keys):
         raise RuntimeError(f"{hit.chunks} of {len(keys)} stored chunks were hit")
     for shard, chunk in zip(shards, session.retrieve(hit.lease), strict=True):
@@ -246,13 +269,13 @@ def inline_rows(client: Client, bare_target: str, effort: Effort) -> list[Row]:
 
 
 def put(client: Client, keys: Sequence[bytes], shards: Bytes) -> None:
-    statuses = client.put(NAMESPACE.name, keys, list(shards))
+    statuses = client.put(namespace(CHUNK_TOKENS).name, keys, list(shards))
     if set(statuses) != {ChunkStatus.STORED}:
         raise RuntimeError(f"not all chunks were put: {statuses}")
 
 
 def get(client: Client, keys: Sequence[bytes], shards: Bytes) -> None:
-    filled = client.get_into(NAMESPACE.name, keys, list(shards))
+    filled = client.get_into(namespace(CHUNK_TOKENS).name, keys, list(shards))
     if filled != len(keys):
         raise RuntimeError(f"{filled} of {len(keys)} chunks came")
 
@@ -263,19 +286,20 @@ Load = Callable[[str], Iterator[None]]
 
 def shared_load(address: str) -> Iterator[None]:
     """Stores and retrieves through the pool."""
-    shards = touched(CHUNKS)
+    name = namespace(CHUNK_TOKENS).name
+    shards = touched(PROMPT_TOKENS // CHUNK_TOKENS)
     with Client(address) as client, client.session(role="worker") as session:
         touch_pool(session)
         while True:
-            keys = new_keys(CHUNKS)
-            store(session, keys, shards)
-            retrieve(session, keys, shards)
+            keys = new_keys(len(shards))
+            store(session, name, keys, shards)
+            retrieve(session, name, keys, shards)
             yield
 
 
 def inline_load(address: str) -> Iterator[None]:
     """Puts and gets."""
-    shards = touched(2)
+    shards = touched(16)
     with Client(address) as client:
         while True:
             keys = new_keys(len(shards))

@@ -8,7 +8,7 @@ call of commit to the reader, while stores come at a moderate rate.
 
 Beside the first stands the machine's own rate: a bare gRPC server (bench/bare_server.py) sends as
 many messages of the same size to as many readers, which only count bytes. Every event carries the
-data of a chunk of 256 tokens (hashes of 16 blocks, token ids). Each reader is a stream with its own
+data of a chunk of 32 tokens (hashes of two blocks, token ids). Each reader is a stream with its own
 connection. The readers are spread over up to four processes.
 """
 
@@ -43,9 +43,12 @@ from kvdock.v1 import events_pb2_grpc
 
 READERS = (1, 8, 64)
 PROCESSES = 4
-CHUNKS = 8
+STORE_TOKENS = 2_048
+"""Of one store: a step of an engine."""
 SHARD_BYTES = 4096
-NAMESPACE = Namespace("bench", 256, 1, (Group(shard_bytes=(SHARD_BYTES,)),))
+CHUNK_TOKENS = 32
+BLOCK_TOKENS = 16
+NAMESPACE = Namespace("bench", CHUNK_TOKENS, 1, (Group(shard_bytes=(SHARD_BYTES,)),))
 START_SECONDS = 60.0
 
 
@@ -193,8 +196,9 @@ class Readers:
 class Writer:
     """A client that stores, with event data, in shared mode. It copies nothing."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, chunk_tokens: int) -> None:
         client.register_namespace(NAMESPACE)
+        self._chunk_tokens = chunk_tokens
         self._session = client.session(role="worker")
         self._count = 0
 
@@ -202,33 +206,38 @@ class Writer:
         """Store ``chunks`` new chunks; when commit was called."""
         keys = [(self._count + index + 1).to_bytes(32, "little") for index in range(chunks)]
         self._count += chunks
-        told = [ChunkEventData((key,) * 16, key, key * 32, 16) for key in keys]
+        blocks = self._chunk_tokens // BLOCK_TOKENS
+        told = [
+            ChunkEventData((key,) * blocks, key, key * (self._chunk_tokens // 8), BLOCK_TOKENS)
+            for key in keys
+        ]
         reservation = self._session.reserve(NAMESPACE.name, keys, event_data=told)
         called = time.monotonic()
         self._session.commit(reservation)
         return called
 
 
-def measure(count: int, effort: Effort) -> Result:
+def measure(count: int, effort: Effort, chunk_tokens: int = CHUNK_TOKENS) -> Result:
     """Measure ``count`` readers, with a server of their own."""
+    chunks = STORE_TOKENS // chunk_tokens
     with (
         tempfile.TemporaryDirectory(prefix="kvdock-events-") as folder,
         ServerProcess(Path(folder), memory="512MiB", arguments=["--event-log", "512MiB"]) as server,
         Client(server.address) as client,
     ):
-        writer = Writer(client)
-        writer.store(CHUNKS)
+        writer = Writer(client, chunk_tokens)
+        writer.store(chunks)
 
         fast = Readers(server.address, count)
         worked, began = cpu_seconds(server.pid), time.monotonic()
-        for _ in range(effort.events // CHUNKS):
-            writer.store(CHUNKS)
+        for _ in range(effort.events // chunks):
+            writer.store(chunks)
         stored = time.monotonic() - began
-        last = effort.events // CHUNKS * CHUNKS + CHUNKS
+        last = effort.events // chunks * chunks + chunks
         times, messages, nbytes = fast.finish(last)
         delivered = max(times[last]) - began
         worked = cpu_seconds(server.pid) - worked
-        if any(len(times[number]) != count for number in range(CHUNKS + 1, last + 1)):
+        if any(len(times[number]) != count for number in range(chunks + 1, last + 1)):
             raise SystemExit("a reader missed an event")
         size = max(1, nbytes // messages)
         bare = bare_seconds(Path(folder), count, messages // count, size)

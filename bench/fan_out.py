@@ -37,7 +37,9 @@ from kvdock import Client, Group, Namespace, Session, SessionRole
 ROUNDS = 15
 MOST_OVER_ONE_RANK = 1.1
 MOST_RANKS = 8
-DEEPSEEK = Geometry("DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64)
+DEEPSEEK = Geometry(
+    "DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64, chunk_tokens=64
+)
 LAYOUTS = ("block-major", "one pitch", "layers apart")
 # Time enough to tell all ranks when to start.
 _START_SECONDS = 0.005

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 32
 MOVED_BYTES = 1 << 30
 RUN_OF_BLOCKS = 64
 

@@ -46,7 +46,9 @@ SECONDS = 0.7
 STEADY_SECONDS = 1.5
 
 LLAMA = Geometry("Llama-3.1-8B", layers=32, page_bytes=16 * 2 * 8 * 128 * 2, block_tokens=16)
-DEEPSEEK = Geometry("DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64)
+DEEPSEEK = Geometry(
+    "DeepSeek-V3", layers=61, page_bytes=64 * 576 * 2, block_tokens=64, chunk_tokens=64
+)
 SHARD = Geometry("Llama-3.1-70B, TP 8", layers=80, page_bytes=16 * 2 * 128 * 2, block_tokens=16)
 CASES = [
     Case(geometry, layout, order)

@@ -41,7 +41,7 @@ class ServerProcess:
         folder: Path,
         *,
         memory: str = "1GiB",
-        chunk_tokens: int = 256,
+        chunk_tokens: int = 32,
         arguments: Sequence[str] = (),
         timeout_s: float = 20.0,
     ) -> None:

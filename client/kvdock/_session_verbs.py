@@ -26,6 +26,7 @@ from kvdock.types import (
     Namespace,
     Reservation,
     TransferMode,
+    chunk_status,
 )
 from kvdock.v1 import cache_pb2, session_pb2, types_pb2
 
@@ -447,7 +448,7 @@ def _reservation_id(reservation: Reservation | int) -> int:
 def _statuses(
     response: cache_pb2.CommitResponse | cache_pb2.StoreResponse | cache_pb2.AwaitFillResponse,
 ) -> list[ChunkStatus]:
-    return [ChunkStatus(chunk.status) for chunk in response.chunks]
+    return [chunk_status(chunk.status) for chunk in response.chunks]
 
 
 def _aborted(response: cache_pb2.AbortResponse) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 from kvdock.errors import InvalidArgument
 from kvdock.event_data import ChunkEventData as ChunkEventData
@@ -63,6 +63,14 @@ class ChunkStatus(ProtocolEnum):
     NOT_FOUND = types_pb2.CHUNK_STATUS_NOT_FOUND
     NOT_LOCKED = types_pb2.CHUNK_STATUS_NOT_LOCKED
     FAILED = types_pb2.CHUNK_STATUS_FAILED
+
+
+_CHUNK_STATUSES: dict[int, ChunkStatus] = {int(status): status for status in ChunkStatus}
+
+
+def chunk_status(value: int) -> ChunkStatus:
+    """``ChunkStatus(value)``, in a fraction of the time: a call has one for each chunk."""
+    return _CHUNK_STATUSES.get(value, ChunkStatus.UNSPECIFIED)
 
 
 class SessionRole(ProtocolEnum):
@@ -153,8 +161,7 @@ class Segment:
         return cls(message.segment_id, message.shm_name, message.bytes, message.proof)
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where one shard lies in the pool."""
 
     segment_id: int
@@ -208,8 +215,7 @@ class Hit:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkResult:
+class ChunkResult(NamedTuple):
     """Outcome for one chunk of a call."""
 
     status: ChunkStatus
@@ -219,7 +225,7 @@ class ChunkResult:
     @classmethod
     def from_proto(cls, message: cache_pb2.ChunkResult) -> ChunkResult:
         return cls(
-            ChunkStatus(message.status),
+            chunk_status(message.status),
             Location.from_proto(message.location) if message.HasField("location") else None,
         )
 

@@ -97,7 +97,7 @@ class Config:
         "unix:///PATH or HOST:PORT (a Unix socket in $XDG_RUNTIME_DIR, else in /tmp/kvdock-UID)",
     )
     chunk_tokens: int = _setting(
-        256, _chunk_tokens, "N", "tokens a chunk that engines are told to use (256)"
+        32, _chunk_tokens, "N", "tokens a chunk that engines are told to use (32)"
     )
     numa: str = _setting("auto", _numa, "MODE", "auto: cache near each GPU; off: evenly (auto)")
     event_log: int = _setting(0, _size, "SIZE", "memory for the log of KV events; 0: none (0)")

@@ -19,8 +19,8 @@ from kvdock.events import Batch, Cleared, Cursor
 from kvdock.keys import chunk_keys
 from kvdock.v1 import admin_pb2
 
-TOKENS = list(range(1000, 1000 + 3 * 256 + 17))
-KEYS = chunk_keys(TOKENS, 256)
+TOKENS = list(range(1000, 1000 + 3 * 32 + 17))
+KEYS = chunk_keys(TOKENS, 32)
 SHARD_BYTES = 171 * 4096
 
 
@@ -73,8 +73,8 @@ def test_put_and_get_by_tokens_and_by_keys(
     assert answer == [{"key": key, "status": "exists"} for key in hexes]
     spaced = " ".join(map(str, TOKENS)).encode()
     found = json.loads(ok(at, "lookup", "n", "--tokens", "-", "--json", stdin=spaced))
-    assert (found["hit_chunks"], found["hit_tokens"], found["keys"]) == (3, 768, hexes)
-    assert b"3 of 3 chunks, 768 tokens" in ok(at, "lookup", "n", "--tokens", tokens)
+    assert (found["hit_chunks"], found["hit_tokens"], found["keys"]) == (3, 96, hexes)
+    assert b"3 of 3 chunks, 96 tokens" in ok(at, "lookup", "n", "--tokens", tokens)
     status = json.loads(ok(at, "status", "--json"))
     assert status["index"]["locks"] == 0
 

@@ -48,6 +48,8 @@ STORED = {
 # Prompts that leave BASE after so many tokens.
 LEAVES_AFTER = (2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 2 * CHUNK + 100)
 OTHERS = {after: BASE[:after] + random_prompt(400, seed=20 + after) for after in LEAVES_AFTER}
+# Prompts that leave BASE after its last full chunk.
+TOGETHER = [BASE[: 5 * CHUNK] + random_prompt(20, seed=60 + n) for n in range(4)]
 MANY = [random_prompt(1400, seed=40 + n) for n in range(6)]
 
 
@@ -65,7 +67,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(memory: str, *, start: bool = True) -> Iterator[ServerProcess]:
     # Not pytest's folders: a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
-        server = ServerProcess(Path(folder) / "s.sock", "--memory", memory)
+        server = ServerProcess(
+            Path(folder) / "s.sock", "--memory", memory, "--chunk-tokens", str(CHUNK)
+        )
         if not start:
             server.stop()
         try:
@@ -83,7 +87,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def plain(model: Path, logs: Path) -> Callable[[Sequence[int], int], list[int]]:
     """The tokens that an engine without connector answers."""
-    prompts = [*STORED.values(), *OTHERS.values(), *MANY]
+    prompts = [*STORED.values(), *OTHERS.values(), *TOGETHER, *MANY]
     with start_engine(model, log=logs / "plain.log") as engine:
         answers = engine.generate(*(Request(prompt, max_tokens=96) for prompt in prompts))
     known = {tuple(p): a.tokens for p, a in zip(prompts, answers, strict=True)}
@@ -170,6 +174,18 @@ def test_a_hit_that_begins_inside_a_chunk(engine: EngineProcess, plain: Any) -> 
     assert answer.num_cached_tokens == 5 * CHUNK
     assert extra(answer) < 5 * CHUNK
     assert extra(answer) >= 5 * CHUNK - (CHUNK + CHUNK // 2)
+
+
+def test_one_prefix_that_several_ask_for_at_once_is_loaded_once(
+    engine: EngineProcess, server: ServerProcess, plain: Any
+) -> None:
+    assert engine.reset_prefix_cache()
+    before = status(server).counters.retrieved_shards
+    for prompt, answer in zip(TOGETHER, engine.generate(*map(ask, TOGETHER)), strict=True):
+        assert answer.tokens == plain(prompt, 16)
+        assert answer.num_cached_tokens == 5 * CHUNK
+    assert status(server).counters.retrieved_shards - before == 5
+    assert_nothing_held(server)
 
 
 def test_all_at_once(engine: EngineProcess, plain: Any) -> None:

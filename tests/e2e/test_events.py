@@ -62,7 +62,9 @@ CASES = {
 def serving(*arguments: str) -> Iterator[ServerProcess]:
     # Not pytest's folders: a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
-        server = ServerProcess(Path(folder) / "s.sock", "--memory", "64MiB", *arguments)
+        server = ServerProcess(
+            Path(folder) / "s.sock", "--memory", "64MiB", "--chunk-tokens", str(CHUNK), *arguments
+        )
         try:
             yield server
         finally:

@@ -68,7 +68,9 @@ def model(folder: Path, window: int) -> Path:
 def server(model: Path) -> Iterator[ServerProcess]:
     # Not pytest's folders: a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as short:
-        process = ServerProcess(Path(short) / "s.sock", "--memory", "256MiB")
+        process = ServerProcess(
+            Path(short) / "s.sock", "--memory", "256MiB", "--chunk-tokens", str(CHUNK)
+        )
         try:
             yield process
         finally:

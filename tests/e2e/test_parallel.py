@@ -68,7 +68,9 @@ CASES = {
 def server() -> Iterator[ServerProcess]:
     # Not pytest's folders: a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
-        process = ServerProcess(Path(folder) / "s.sock", "--memory", "64MiB")
+        process = ServerProcess(
+            Path(folder) / "s.sock", "--memory", "64MiB", "--chunk-tokens", str(CHUNK)
+        )
         yield process
         process.stop()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,11 +20,18 @@ PART = st.sampled_from([True, True, True, False])
 PROMPTS = st.lists(st.tuples(PART, PART, PART, PART), max_size=14)
 
 
-def chunks(prompt: list[tuple[bool, ...]]) -> Any:
-    return [
-        SimpleNamespace(parts=[SimpleNamespace(visible=visible) for visible in parts])
-        for parts in prompt
+def longest(namespace: Namespace, prompt: list[tuple[bool, ...]], first: int, end: int) -> int:
+    """The hit of the prompt's chunks [first, end)."""
+    keys = [bytes([number]) for number in range(len(prompt))]
+    visible = [
+        {key: key for key, parts in zip(keys, prompt, strict=True) if parts[position]}
+        for position in range(len(namespace.groups))
     ]
+    hit, needed = longest_hit(namespace, visible, keys[first:end])
+    for parts, group in zip(needed, namespace.groups, strict=True):
+        begin = first + hit - group.needed_chunks(hit, CHUNK_TOKENS)
+        assert parts == keys[begin : first + hit]
+    return hit
 
 
 @given(PROMPTS, st.integers(0, 14), st.sets(st.sampled_from(range(4)), min_size=1))
@@ -37,7 +41,7 @@ def test_the_hits_of_a_prompt_in_two_lookups_add_up(
     """docs/protocol.md: who gets all of the first keys asks for the rest as for another prompt."""
     namespace = Namespace("n", CHUNK_TOKENS, 1, tuple(GROUPS[kind] for kind in sorted(kinds)))
     prompt = [tuple(parts[kind] for kind in sorted(kinds)) for parts in prompt]
-    first = longest_hit(namespace, chunks(prompt[:cut]))
-    if first == len(prompt[:cut]):
-        rest = longest_hit(namespace, chunks(prompt[cut:]))
-        assert first + rest == longest_hit(namespace, chunks(prompt))
+    cut, end = min(cut, len(prompt)), len(prompt)
+    first = longest(namespace, prompt, 0, cut)
+    if first == cut:
+        assert first + longest(namespace, prompt, cut, end) == longest(namespace, prompt, 0, end)

@@ -416,7 +416,7 @@ class SimulatedEngine:
         """A model runner's step, in the order of vLLM's own."""
         connector = rank.connector
         metadata = _pickled(output.kv_connector_metadata)
-        for spec in (*metadata.loads, *metadata.stores):
+        for spec in (*metadata.loads, *metadata.last_stores, *metadata.stores):
             assert all(NULL_BLOCK not in group.block_ids for group in spec.groups), spec
         self.overwritten += len(metadata.overwritten)
         connector.handle_preemptions(metadata)

@@ -65,6 +65,8 @@ class EngineLife(RuleBasedStateMachine):
     model: ClassVar[Path]
     server: ClassVar[ServerProcess]
     lives: ClassVar[int] = 0
+    waits: ClassVar[float] = 0
+    """How many requests waited for another one's load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +79,10 @@ class EngineLife(RuleBasedStateMachine):
         mla=st.booleans(),
         async_scheduling=st.booleans(),
         groups=st.sampled_from(MODELS),
-        prefix_caching=st.booleans(),
+        prefix_caching=st.sampled_from([True, True, False]),
+        stem=st.sampled_from(STEMS),
+        tokens=st.integers(C, 5 * C),
+        count=st.integers(2, 4),
     )
     def begin(
         self,
@@ -87,6 +92,9 @@ class EngineLife(RuleBasedStateMachine):
         async_scheduling: bool,
         groups: tuple[Layers, ...],
         prefix_caching: bool,
+        stem: list[int],
+        tokens: int,
+        count: int,
     ) -> None:
         type(self).lives += 1
         self._start_server()
@@ -102,9 +110,35 @@ class EngineLife(RuleBasedStateMachine):
             max_num_seqs=4,
             extra_config={"kvdock.save_decode": save_decode},
         )
+        self.add_several_as_after_a_start(stem, tokens, count, more=20)
 
     @rule(stem=st.sampled_from(STEMS), tokens=st.integers(1, 5 * C), more=st.integers(1, 90))
     def add(self, stem: list[int], tokens: int, more: int) -> None:
+        self._add(stem, tokens, more)
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        tokens=st.integers(C, 5 * C),
+        count=st.integers(2, 4),
+        more=st.integers(1, 90),
+    )
+    def add_several_as_after_a_start(
+        self, stem: list[int], tokens: int, count: int, more: int
+    ) -> None:
+        """The server has their prefix and the engine has not."""
+        assert self.engine is not None
+        self._start_server()
+        deadline = time.monotonic() + 10
+        while self.engine.connector.scheduler_half.link.usable is None:
+            assert time.monotonic() < deadline, "not connected again in time"
+            self.engine.step()
+        self._add(stem, tokens, 1)
+        self.engine.run(60)
+        self.engine.scheduler.reset_prefix_cache()
+        for _ in range(count):
+            self._add(stem, tokens, more)
+
+    def _add(self, stem: list[int], tokens: int, more: int) -> None:
         assert self.engine is not None
         name = f"r{len(self.prompts)}"
         self.prompts[name] = (stem[:tokens], more)
@@ -180,6 +214,7 @@ class EngineLife(RuleBasedStateMachine):
         engine = self.engine
         try:
             engine.run(60)
+            type(self).waits += engine.counted.get("load_waits", 0)
             for name, (prompt, count) in self.prompts.items():
                 outcome = engine.outcomes[name]
                 expected = engine.expected(prompt, count)
@@ -224,7 +259,7 @@ class EngineLife(RuleBasedStateMachine):
 def _server() -> Iterator[ServerProcess]:
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
         server = ServerProcess(
-            Path(folder) / "s.sock", "--memory", "1MiB", "--chunk-tokens", str(C)
+            Path(folder) / "s.sock", "--memory", "4MiB", "--chunk-tokens", str(C)
         )
         try:
             yield server
@@ -248,3 +283,4 @@ def test_random_lives(tmp_path: Path) -> None:
             ),
         )
     assert EngineLife.lives >= 15
+    assert EngineLife.waits, "no request waited for the load of another"

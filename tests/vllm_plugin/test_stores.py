@@ -23,7 +23,7 @@ TARGET = Target(epoch=1, namespace="n", chunk_tokens=CHUNK)
 def record() -> Record:
     """Five chunks: a window's blocks 101 to 110, those of full attention 201 to 220."""
     tokens = list(range(5 * CHUNK))
-    request: Any = SimpleNamespace(request_id="r", all_token_ids=tokens)
+    request: Any = SimpleNamespace(request_id="r", all_token_ids=tokens, num_prompt_tokens=160)
     return Record(request, ExtraTokens(), [list(range(101, 111)), list(range(201, 221))])
 
 
@@ -141,3 +141,39 @@ def test_the_stores_that_read_a_block(stores: Stores, record: Record) -> None:
     assert stores.note(first.job_id, StoreOutcome(workers=1, refused_from=None))
     assert stores.reading([104]) == []
     assert record.jobs == {second.job_id}
+
+
+def test_generated_tokens_are_stored_together() -> None:
+    describe: Any = None
+    stores = Stores([FULL], lambda *_: CacheScope((), None), describe, workers=1)
+    tokens = list(range(20 * CHUNK))
+    request: Any = SimpleNamespace(request_id="r", all_token_ids=tokens, num_prompt_tokens=70)
+    record = Record(request, ExtraTokens(), [list(range(1, 81))])
+    stored = [
+        (num_tokens, chunks(spec)[0])
+        for num_tokens in range(70, 20 * CHUNK)
+        if (spec := stores.plan(record, num_tokens, TARGET)) is not None
+    ]
+    assert stored == [(70, (0, 2)), (64 + 256, (2, 8)), (64 + 512, (10, 8))]
+    assert chunks(stores.plan(record, 20 * CHUNK - 1, TARGET, is_last=True))[0] == (18, 1)
+
+
+def test_generated_tokens_do_not_wait_where_a_window_leaves_them_behind(stores: Stores) -> None:
+    tokens = list(range(5 * CHUNK))
+    request: Any = SimpleNamespace(request_id="r", all_token_ids=tokens, num_prompt_tokens=CHUNK)
+    record = Record(request, ExtraTokens(), [list(range(101, 111)), list(range(201, 221))])
+    ends = [n for n in range(5 * CHUNK + 1) if stores.plan(record, n, TARGET) is not None]
+    assert ends == [chunk * CHUNK for chunk in range(1, 6)]
+
+
+def test_more_chunks_than_a_call_may_name_take_several_stores() -> None:
+    describe: Any = None
+    stores = Stores([FULL], lambda *_: CacheScope((), None), describe, workers=1)
+    tokens = list(range(20_000 * CHUNK))
+    request: Any = SimpleNamespace(
+        request_id="r", all_token_ids=tokens, num_prompt_tokens=len(tokens)
+    )
+    record = Record(request, ExtraTokens(), [list(range(1, 80_001))])
+    planned = [chunks(stores.plan(record, len(tokens), TARGET))[0] for _ in range(2)]
+    assert planned == [(0, 16_384), (16_384, 3_616)]
+    assert stores.plan(record, len(tokens), TARGET) is None

@@ -19,7 +19,14 @@ import torch
 from own_device import use_own_device
 
 import kvdock
-from kvdock.types import BlockRegion, ChunkStatus, DeviceAllocation, GroupMemory, TransferMode
+from kvdock.types import (
+    BlockRegion,
+    ChunkStatus,
+    DeviceAllocation,
+    GroupMemory,
+    Location,
+    TransferMode,
+)
 from kvdock_vllm.engine.copier import CopyStoppedError, HostBlocks
 from kvdock_vllm.engine.device import transfers as device_module
 from kvdock_vllm.engine.device.mover import DeviceMover
@@ -29,7 +36,7 @@ from kvdock_vllm.engine.layout import GroupLayout, Region
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
 from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
-from kvdock_vllm.engine.transfers.shared import HostMover, SharedTransfers
+from kvdock_vllm.engine.transfers.shared import HostMover, SharedTransfers, joined
 
 BLOCK_TOKENS = 16
 CHUNKS = 300
@@ -316,3 +323,15 @@ def test_server_mode_that_is_asked_for_and_impossible_is_told_once(
     assert len(warnings) == 1
     assert warnings[0].startswith("KVDock does not cache for this worker: ")
     assert bench.workers == {}
+
+
+def test_chunks_that_lie_one_behind_the_other_are_one_copy(bench: Bench) -> None:
+    whole = bench.session.pool.array(Location(0, 0, 8 * 4096))
+    whole[:] = np.arange(8).repeat(4096)
+    places = [(2, [5]), (3, [4, 6]), (4, [0]), (6, [2]), (7, [1]), (1, [3])]
+    located = [(Location(0, place * 4096, 4096), ids) for place, ids in places]
+    parts = joined(bench.session, located)
+    assert [list(part.block_ids) for part in parts] == [[5, 4, 6, 0], [2, 1], [3]]
+    pages = [part.host.reshape(-1, 4096) for part in parts]
+    assert [page[:, 0].tolist() for page in pages] == [[2, 3, 4], [6, 7], [1]]
+    assert all((page == page[:, :1]).all() for page in pages)

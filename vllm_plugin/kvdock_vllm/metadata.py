@@ -36,6 +36,9 @@ class StepMetadata(KVConnectorMetadata):
     """job_ids of stores whose blocks this step gives to others, who write to them."""
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
+    """Of blocks that are complete after this step."""
+    last_stores: list[StoreSpec] = field(default_factory=list)
+    """Of finished requests' blocks, which earlier steps completed."""
     finished: list[str] = field(default_factory=list)
     """Finished requests whose blocks vLLM keeps until each worker has reported the request."""
     has_forward: bool = True

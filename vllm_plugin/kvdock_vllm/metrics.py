@@ -20,6 +20,7 @@ COUNTERS: Final = {
     "hit_tokens": "Prompt tokens found by lookups.",
     "loaded_tokens": "Tokens loaded in place of being computed, counted once however many workers.",
     "failed_loads": "Requests of which not everything could be loaded.",
+    "load_waits": "Requests that waited for another one's load of the same prefix.",
     "loaded_chunks": "Chunk shards loaded.",
     "loaded_bytes": "Bytes loaded.",
     "load_seconds": "Time that loads took, from the request to the last byte.",

@@ -28,6 +28,7 @@ from kvdock_vllm import ended_loads
 from kvdock_vllm.blocks import blocks_written, follow_blocks
 from kvdock_vllm.config import Config
 from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
+from kvdock_vllm.engine.load_waits import LoadWaits
 from kvdock_vllm.engine.loads import Loads
 from kvdock_vllm.engine.records import Record
 from kvdock_vllm.engine.specs import StoreSpec, Target
@@ -98,6 +99,8 @@ class SchedulerHalf:
             self.link, strategy, shapes, read_scope, self._stats, config.lookup_timeout
         )
         self.loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
+        has_prefix_cache = bool(vllm_config.cache_config.enable_prefix_caching)
+        self.waits = LoadWaits(self.loads, shapes, has_prefix_cache=has_prefix_cache)
         describe = EventDescriber(vllm_config, kv_cache_config).describe
         self.stores = Stores(shapes, read_scope, describe, workers=strategy.world_size)
         alone = strategy.world_size == 1
@@ -137,7 +140,8 @@ class SchedulerHalf:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens can be loaded beyond the computed ones, and whether the load is
-        asynchronous. The number is None while the lookup is not answered.
+        asynchronous. The number is None while the lookup is not answered, and while the request
+        waits for another one's load of the same prefix.
         """
         record = self.records.of(request)
         # vLLM asks only about requests of which nothing is computed (any more).
@@ -160,6 +164,8 @@ class SchedulerHalf:
         if self._whole_prompts_only and request.num_tokens - hit_tokens > 1:
             return 0, False
         new_tokens = max(0, hit_tokens - num_computed_tokens)
+        if new_tokens and self.waits.must_wait(lookup, request.num_tokens):
+            return None, False
         return new_tokens, new_tokens > 0
 
     def update_state_after_alloc(
@@ -168,6 +174,8 @@ class SchedulerHalf:
         """Loads ``num_external_tokens``, the part of the hit that the scheduler takes."""
         record = self.records.of(request)
         record.set_tables(blocks.get_block_ids())
+        if record.lookup is not None:
+            self._stats.add("load_waits", self.waits.has_waited(record.lookup))
         if num_external_tokens > 0:
             self.loads.begin(record, num_external_tokens, self.link.usable)
             return
@@ -183,7 +191,7 @@ class SchedulerHalf:
         metadata = StepMetadata(
             news=self.link.take_news(),
             loads=self.loads.take_new(),
-            stores=self._last_stores,
+            last_stores=self._last_stores,
             finished=self._finished,
             has_forward=has_forward,
             has_waiting=len(self.records) > num_busy,
@@ -199,7 +207,7 @@ class SchedulerHalf:
             metadata.overwritten = list(self.stores.under_way)
         try:
             follow_blocks(self.records, scheduler_output, self.loads.under_way)
-            metadata.stores += self._plan_stores(scheduler_output)
+            metadata.stores = self._plan_stores(scheduler_output)
             self.holds.renew(self.stores.leaving(scheduler_output.num_scheduled_tokens))
         except Exception:
             _log.exception("planning what to store failed")
@@ -279,7 +287,7 @@ class SchedulerHalf:
             return False, None
         answer = _extra_tokens_answer(request, record)
         # vLLM itself keeps the blocks of a request that is loading.
-        is_loading = request.request_id in self.loads.under_way
+        is_loading = self.loads.lose(request.request_id)
         self.lookups.note_answer(record)
         try:
             if not is_loading and _ended_by_itself(request):

@@ -20,7 +20,7 @@ from kvdock_vllm.engine.jobs import Outcomes
 from kvdock_vllm.engine.layout import GroupLayout
 from kvdock_vllm.engine.load_jobs import LoadJobs
 from kvdock_vllm.engine.parallel import ParallelStrategy
-from kvdock_vllm.engine.specs import GroupPages, StoreOutcome
+from kvdock_vllm.engine.specs import GroupPages, StoreOutcome, StoreSpec
 from kvdock_vllm.engine.store_jobs import StoreJobs
 from kvdock_vllm.engine.transfers.base import CountWorkers, Transfers
 from kvdock_vllm.engine.transfers.shared import HostMover, SharedTransfers
@@ -142,14 +142,21 @@ class WorkerHalf:
         """Notes the step's work, before any of it is done or asked for."""
         if metadata.news is not None:
             self.loads.expect(metadata.news)
-        for spec in metadata.stores:
+        # vLLM keeps the blocks of finished requests until they are stored, and other requests may
+        # wait for them. So these stores begin before the step's kernels are queued.
+        self._note_stores(metadata.last_stores)
+        self.stores.begin()
+        self._note_stores(metadata.stores)
+        self.stores.hold(metadata.finished)
+        if not self._zeroes_blocks:
+            self._start_loads(metadata)
+
+    def _note_stores(self, specs: Sequence[StoreSpec]) -> None:
+        for spec in specs:
             if self._strategy.stores:
                 self.stores.note(spec)
             else:
                 self._outcomes.stores[spec.job_id] = StoreOutcome(workers=1, refused_from=None)
-        self.stores.hold(metadata.finished)
-        if not self._zeroes_blocks:
-            self._start_loads(metadata)
 
     def on_forward(self, metadata: StepMetadata) -> None:
         """The step's kernels are queued, or there are none."""

@@ -25,7 +25,7 @@ from kvdock.types import (
 from kvdock.v1 import admin_pb2
 
 # Tokens a chunk that `put --register` assumes.
-_DEFAULT_CHUNK_TOKENS = 256
+_DEFAULT_CHUNK_TOKENS = 32
 
 # `get` asks for this much in one call, and holds it in memory.
 _GET_BYTES = 64 << 20

@@ -185,7 +185,7 @@ class Core:
         """
         if not probe:
             self._refuse_when_draining()
-        _check_keys(keys)
+        _check_number(keys)
         if readers > MAX_READERS:
             raise invalid(
                 f"readers {readers}: at most {MAX_READERS}, 0 means 1", "readers", MAX_READERS
@@ -202,6 +202,8 @@ class Core:
             )
         space = self.index.space(namespace)
         spans = self.index.find(space, keys)
+        # What the index has is a key.
+        _check_sizes(keys, len(spans[0].parts) + spans[0].first if spans else 0)
         groups = space.namespace.groups
         ranges = [
             HitRange(groups[span.position].group_idx, span.first, span.first + len(span.parts))
@@ -466,9 +468,18 @@ class Core:
 
 def _check_keys(keys: Sequence[bytes]) -> None:
     """RequestError unless there are 1 to MAX_KEYS keys of 32 bytes."""
+    _check_number(keys)
+    _check_sizes(keys)
+
+
+def _check_number(keys: Sequence[bytes]) -> None:
     if not 1 <= len(keys) <= MAX_KEYS:
         raise invalid(f"{len(keys)} keys: from 1 to {MAX_KEYS}", "keys", MAX_KEYS)
-    if set(map(len, keys)) != {KEY_BYTES}:
+
+
+def _check_sizes(keys: Sequence[bytes], first: int = 0) -> None:
+    """RequestError unless all keys from ``first`` on have 32 bytes."""
+    if not set(map(len, keys[first:])) <= {KEY_BYTES}:
         index, key = next((i, key) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
         raise invalid(
             f"key {index} has {len(key)} bytes: each has {KEY_BYTES} (see docs/keys.md for the "

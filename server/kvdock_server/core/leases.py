@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final, TypeVar
@@ -21,7 +21,7 @@ from kvdock_server.index.chunk import NamespaceIndex
 from kvdock_server.index.index import HitSpan, Index
 from kvdock_server.steps import Steps
 
-_CHUNKS_A_STEP: Final = 512
+_CHUNKS_A_STEP: Final = 256
 
 K = TypeVar("K")
 
@@ -196,8 +196,8 @@ class LeaseTable:
             released += (locked.held[reader] & bits).bit_count()
             locked.held[reader] &= ~bits
         if released:
-            for index in set_bits(before & ~locked.held_by_any()):
-                self.index.unpin(locked.span.parts[index])
+            freed = set_bits(before & ~locked.held_by_any())
+            self.index.unpin([locked.span.parts[index] for index in freed])
         return released
 
     def _note_freed(self, lease: Lease) -> None:
@@ -212,11 +212,14 @@ class LeaseTable:
             _remove(self._by_owner, lease.owner, lease.lease_id)
 
 
-def set_bits(bits: int) -> Iterator[int]:
+def set_bits(bits: int) -> Iterable[int]:
     """The numbers of the bits that are set, in ascending order."""
     lowest = max((bits & -bits).bit_length() - 1, 0)
+    bits >>= lowest
+    if not bits & (bits + 1):  # all in a row, as they mostly are
+        return range(lowest, lowest + bits.bit_length())
     # Text is the fastest way to walk the bits of a long integer.
-    text = reversed(f"{bits >> lowest:b}")
+    text = reversed(f"{bits:b}")
     return (number for number, bit in enumerate(text, lowest) if bit == "1")
 
 

@@ -34,8 +34,7 @@ def pinned(index: Index, shards: Iterable[LocatedShard]) -> Iterator[None]:
     try:
         yield
     finally:
-        for part in parts:
-            index.unpin(part)
+        index.unpin(parts)
 
 
 class LockedShards:

@@ -177,8 +177,14 @@ class NamespaceIndex:
         self.first_child: Chunk | None = None
         self.cursors: list[Cursor] = []
         self.is_cleared = False
-        self.visible_parts = 0
+        # A lookup walks these, by group: nothing else about a chunk is looked at but its part.
+        self.visible: list[dict[bytes, Part]] = [{} for _ in namespace.groups]
         self.usage = Usage()
+
+    @property
+    def visible_parts(self) -> int:
+        """How many parts are visible."""
+        return sum(map(len, self.visible))
 
     @property
     def sealed_bytes(self) -> int:

@@ -6,43 +6,58 @@ group has the parts that its window before n needs, and every state group has pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from kvdock_server.index.chunk import Chunk
 from kvdock_server.index.namespace import GroupKind, Namespace
 
+Part = TypeVar("Part")
 
-def longest_hit(namespace: Namespace, chunks: Sequence[Chunk]) -> int:
-    """The hit in chunks. ``chunks`` are the prompt's chunks up to the first that is not known."""
+
+def longest_hit(
+    namespace: Namespace, visible: Sequence[Mapping[bytes, Part]], keys: Sequence[bytes]
+) -> tuple[int, list[list[Part]]]:
+    """The hit of a prompt in chunks, and the parts that it needs of each group, up to its end.
+
+    ``visible`` has the visible parts of each group by key.
+    """
     groups = namespace.groups
-    hit = len(chunks)
+    hit = len(keys)
+    needed: list[list[Part]] = [[] for _ in groups]
+    others = []
     for position, group in enumerate(groups):
         if group.kind is GroupKind.FULL_ATTENTION:
-            for index in range(hit):
-                part = chunks[index].parts[position]
-                if part is None or not part.visible:
-                    hit = index
-                    break
-    other_groups = [
-        (position, group)
-        for position, group in enumerate(groups)
-        if group.kind is not GroupKind.FULL_ATTENTION
-    ]
-    runs = [_visible_runs(chunks[:hit], position) for position, _ in other_groups]
+            needed[position] = _first_parts(visible[position], keys[:hit])
+            hit = len(needed[position])
+        else:
+            others.append((position, group))
+    runs = [_visible_runs(visible[position], keys[:hit]) for position, _ in others]
     while hit > 0 and any(
         run[hit - 1] < group.needed_chunks(hit, namespace.chunk_tokens)
-        for run, (_, group) in zip(runs, other_groups, strict=True)
+        for run, (_, group) in zip(runs, others, strict=True)
     ):
         hit -= 1
-    return hit
+    for position, group in others:
+        first = hit - group.needed_chunks(hit, namespace.chunk_tokens)
+        needed[position] = [visible[position][key] for key in keys[first:hit]]
+    return hit, [parts[:hit] for parts in needed]
 
 
-def _visible_runs(chunks: Sequence[Chunk], position: int) -> list[int]:
-    """For each chunk, how many visible parts in a row end with its part."""
+def _first_parts(visible: Mapping[bytes, Part], keys: Iterable[bytes]) -> list[Part]:
+    """The parts of the first keys, up to the first key that has none."""
+    parts = []
+    for part in map(visible.get, keys):
+        if part is None:
+            break
+        parts.append(part)
+    return parts
+
+
+def _visible_runs(visible: Mapping[bytes, Part], keys: Iterable[bytes]) -> list[int]:
+    """For each key, how many visible parts in a row end with its part."""
     runs = []
     run = 0
-    for chunk in chunks:
-        part = chunk.parts[position]
-        run = run + 1 if part is not None and part.visible else 0
+    for key in keys:
+        run = run + 1 if key in visible else 0
         runs.append(run)
     return runs

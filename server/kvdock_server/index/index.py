@@ -150,23 +150,10 @@ class Index:
 
     def find(self, space: NamespaceIndex, keys: Sequence[bytes]) -> list[HitSpan]:
         """The hit of a prompt with these chunks: a span for each group; empty on a miss."""
-        known = []
-        get = space.chunks.get
-        for key in keys:
-            chunk = get(key)
-            if chunk is None:
-                break
-            known.append(chunk)
-        hit = longest_hit(space.namespace, known)
+        hit, needed = longest_hit(space.namespace, space.visible, keys)
         if hit == 0:
             return []
-        spans = []
-        for position, group in enumerate(space.namespace.groups):
-            first = hit - group.needed_chunks(hit, space.namespace.chunk_tokens)
-            # None of these parts is None: the hit rule has seen them.
-            parts = [chunk.parts[position] for chunk in known[first:hit]]
-            spans.append(HitSpan(position, first, parts))  # type: ignore[arg-type]
-        return spans
+        return [HitSpan(position, hit - len(parts), parts) for position, parts in enumerate(needed)]
 
     def touch(self, spans: Sequence[HitSpan]) -> None:
         """Note a use of parts.
@@ -182,9 +169,7 @@ class Index:
 
     def part(self, space: NamespaceIndex, position: int, key: bytes) -> Part | None:
         """A visible part, or None."""
-        chunk = space.chunks.get(key)
-        part = chunk.parts[position] if chunk else None
-        return part if part is not None and part.visible else None
+        return space.visible[position].get(key)
 
     # Pins
 
@@ -195,16 +180,18 @@ class Index:
                 self.pinned_parts += 1
             part.pins += 1
 
-    def unpin(self, part: Part) -> None:
-        """Take one pin away. Without pins the part may be evicted."""
-        part.pins -= 1
-        if part.pins:
-            return
-        self.pinned_parts -= 1
-        if part.detached:
-            self._free_sealed(part)
-        else:
-            self._reclaimer.offer(part.chunk)
+    def unpin(self, parts: Sequence[Part]) -> None:
+        """Take one pin of each part of a group away. Without pins a part may be evicted."""
+        needs_all = bool(parts) and parts[0].is_full_attention
+        for part in parts:
+            part.pins -= 1
+            if part.pins:
+                continue
+            self.pinned_parts -= 1
+            if part.detached:
+                self._free_sealed(part)
+            elif not needs_all or part.chunk.first_child is None:
+                self._reclaimer.offer(part.chunk)
 
     # Storing
 
@@ -332,7 +319,7 @@ class Index:
         if part.sealed_shards == len(part.slots):
             part.visible = True
             part.last_used = self._use
-            space.visible_parts += 1
+            space.visible[part.position][part.chunk.key] = part
             del self._pending[part]
             for watcher in self.watchers:
                 watcher.stored(part)
@@ -467,7 +454,7 @@ class Index:
         part.detached = True
         if part.visible:
             part.visible = False
-            part.chunk.space.visible_parts -= 1
+            del part.chunk.space.visible[part.position][part.chunk.key]
         self._pending.pop(part, None)
         self._reclaimer.discard(part)
         for watcher in self.watchers:

@@ -15,17 +15,16 @@ from kvdock.v1 import types_pb2 as types
 from kvdock_server.core import Core, LockRange, Mode, Session, Slot, check_session
 from kvdock_server.errors import invalid
 from kvdock_server.rpc.conversions import (
+    add_result,
     add_results,
     await_fill_call,
     end_chunk,
     event_data,
     exported_memory,
     group_idx,
-    location,
     namespace_from_proto,
     retrieve_call,
     retrieved,
-    status_to_proto,
     store_call,
     wanted_mode,
 )
@@ -105,9 +104,9 @@ def reserve(
     with core.writing(outcomes) as writing:
         for outcome in outcomes:
             if isinstance(outcome, Slot):
-                response.chunks.add(status=types.CHUNK_STATUS_RESERVED, location=location(outcome))
+                add_result(response, ChunkStatus.RESERVED, outcome)
             else:
-                response.chunks.add(status=status_to_proto(OF_RESERVE[outcome]))
+                add_result(response, OF_RESERVE[outcome], None)
             yield
         response.reservation_id = core.open_reservation(session, writing)
     return response

@@ -112,11 +112,11 @@ class LoadJobs:
         self._next_registration = 0.0
 
     def expect(self, target: Target) -> None:
-        """Prepares for the loads of a namespace, if a thread can be had."""
+        """Prepares for the loads of a namespace. The first load prepares what this could not."""
         try:
             self._threads.submit(self._link.expect, target)
         except Exception:
-            _log.exception("preparing for namespace %s could not be begun", target.namespace)
+            _log.exception("no thread could prepare for loads")
 
     def begin(self, spec: LoadSpec) -> None:
         job = LoadJob(spec, self._link)

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _MOST_SHOWN = 8
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PendingLoad:
     """The load of one request. It outlives the request if that is aborted."""
 
@@ -35,6 +35,8 @@ class PendingLoad:
     num_tokens: int
     loaded_tokens: int
     """Tokens from the first on that no worker reported as failed."""
+    is_lost: bool = False
+    """The engine will not keep what the load brings."""
 
     @property
     def has_failed(self) -> bool:
@@ -81,6 +83,15 @@ class Loads:
         self.under_way: dict[str, PendingLoad] = {}
         """By request_id."""
         self._new: list[LoadSpec] = []
+        self._just_ended: list[PendingLoad] = []
+
+    @property
+    def uncached(self) -> list[PendingLoad]:
+        """Loads whose blocks may not be in the engine's prefix cache yet: those under way, and
+        those that ended since the last step. The engine caches their blocks in this one, some
+        versions after they have asked for the hits of other requests.
+        """
+        return [*self.under_way.values(), *self._just_ended]
 
     def begin(self, record: Record, num_tokens: int, usable: Live[Target] | None) -> None:
         """Begins to load ``num_tokens`` tokens behind those computed when the hit was told.
@@ -123,13 +134,24 @@ class Loads:
             hit.keep(groups)
         target = hit.target if hit is not None else None
         spec = LoadSpec(request_id, tuple(groups), self._all_or_nothing, target)
-        self.under_way[request_id] = PendingLoad(lookup, spec, first_token, num_tokens, num_tokens)
+        self.under_way[request_id] = PendingLoad(
+            lookup, spec, first_token, num_tokens, num_tokens, is_lost=target is None
+        )
         self._new.append(spec)
 
     def take_new(self) -> list[LoadSpec]:
-        """The loads that the workers were not told of yet."""
+        """The loads that the workers were not told of yet. Called once in each step."""
+        self._just_ended.clear()
         new, self._new = self._new, []
         return new
+
+    def lose(self, request_id: str) -> bool:
+        """Notes that a request is aborted, and with it what is loaded for it. True if it loads."""
+        load = self.under_way.get(request_id)
+        if load is None:
+            return False
+        load.is_lost = True
+        return True
 
     def note_failures(
         self, block_ids: set[int], request_ids: Iterable[str], block_tokens: int
@@ -148,7 +170,10 @@ class Loads:
     def end(self, request_id: str) -> PendingLoad | None:
         """Ends the load of a request and returns it. None if there is none."""
         load = self.under_way.pop(request_id, None)
-        if load is not None and load.lookup is not None:
+        if load is None:
+            return None
+        self._just_ended.append(load)
+        if load.lookup is not None:
             # The workers freed their own locks. This frees those of workers that could not.
             load.lookup.close()
         return load

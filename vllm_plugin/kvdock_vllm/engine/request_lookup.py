@@ -38,6 +38,7 @@ class Lookup:
     ) -> None:
         """Sends the keys of a prompt to the server. ``timeout`` is in seconds."""
         self.live = live
+        self.keys = keys
         self.state = State.ASKED
         self.error: KVDockError | None = None
         self.most_tokens = len(keys) * self.target.chunk_tokens

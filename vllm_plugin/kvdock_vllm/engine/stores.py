@@ -3,7 +3,7 @@
 A chunk is stored with the step that computes its last token. Every group still has its part then:
 what a window needs after the chunk it also needs in this step. Later a part may be gone, when a
 refused store is offered again. The other groups' parts are stored without it, and no hit ends
-there.
+there. Only without windows do chunks of generated tokens wait for others, or for the request's end.
 
 A store reads blocks for a while after the step. The engine keeps the blocks of a finished request,
 but gives away those of a preempted one, and those that a window has left behind. So each step names
@@ -28,6 +28,11 @@ from kvdock_vllm.engine.specs import GroupStore, StoreOutcome, StoreSpec, Target
 # A refused chunk (no memory, or its parent is gone) is not offered again sooner.
 _RETRY_SECONDS = 1.0
 
+# Each store costs the engine a call, however small it is. So many generated tokens share one.
+_GENERATED_TOKENS = 256
+
+# Most keys that one Store may name. What is more follows with the next step.
+_MOST_CHUNKS = 16_384
 
 Describe = Callable[[Any, LoRA | None, GroupShape, range, int], tuple[ChunkEventData, ...]]
 """Describes for events one group's parts in a range of chunks of a request with that adapter. The
@@ -63,6 +68,7 @@ class Stores:
         self._positions = sorted(
             range(len(shapes)), key=lambda n: shapes[n].kind is not GroupKind.FULL_ATTENTION
         )
+        self._has_windows = any(shape.window_tokens for shape in shapes)
         self._read_scope = read_scope
         self._describe = describe
         self._workers = workers
@@ -95,14 +101,17 @@ class Stores:
         first, chunk_tokens = record.stored_chunks, target.chunk_tokens
         if num_tokens < (first + 1) * chunk_tokens:
             return None
-        if time.monotonic() < record.retry_at and not is_last:
+        if not is_last and (
+            time.monotonic() < record.retry_at
+            or self._waits_for_more(record, num_tokens, first * chunk_tokens, chunk_tokens)
+        ):
             return None
         keys = record.keys(self._read_scope, num_tokens, chunk_tokens)
         complete = (
             len(table) // shape.chunk_blocks(chunk_tokens)
             for shape, table in zip(self._shapes, record.tables, strict=True)
         )
-        end = min(len(keys), *complete)
+        end = min(len(keys), first + _MOST_CHUNKS, *complete)
         if end <= first:
             return None
         record.stored_chunks = end
@@ -120,6 +129,16 @@ class Stores:
         of_windows = sorted(self._of_windows(groups, chunk_tokens))
         self._jobs[job_id] = _PendingStore(record, block_ids, of_windows, self._workers)
         return StoreSpec(job_id, record.request.request_id, groups, target)
+
+    def _waits_for_more(
+        self, record: Record, num_tokens: int, first_token: int, chunk_tokens: int
+    ) -> bool:
+        """Whether what is complete from ``first_token`` on was generated, and is too little."""
+        return (
+            not self._has_windows
+            and first_token + chunk_tokens > record.request.num_prompt_tokens
+            and num_tokens - first_token < _GENERATED_TOKENS
+        )
 
     def _group_store(
         self,

@@ -46,8 +46,8 @@ times as long with 128 MiB, and 1.20 times with 256 MiB."""
 
 ENGINE_PACE = Pace(8000.0, 640 << 20, 128 << 20, 2048, 8, 1e-3)
 """In an engine's process. After each call of the driver the copying thread waits for the
-interpreter's lock, up to 5 ms while the engine computes. So calls and looks are few. Kernels there cost
-the engine little, and staging buffers are the engine's memory."""
+interpreter's lock, up to 5 ms while the engine computes. So calls and looks are few. Kernels cost
+the engine little there, and staging buffers are the engine's memory."""
 
 STAGING_BUFFERS = 2
 """Staging buffers for each direction of each device: the most staged pieces under way."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvdock import Session
 from kvdock.errors import DeviceMemory, SessionLost
-from kvdock.types import ChunkStatus
+from kvdock.types import ChunkStatus, chunk_status
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.engine.copier import CopyStoppedError
 from kvdock_vllm.engine.parallel import ParallelStrategy
@@ -93,7 +93,7 @@ class ServerChunkTransfers(ChunkTransfers):
             while _is_lost(future) and time.monotonic_ns() < message.deadline_ns:
                 time.sleep(_POLL_SECONDS)
         response = answer(future, "a Store past its deadline", _PIECE_SECONDS)
-        return [ChunkStatus(chunk.status) for chunk in response.chunks]
+        return [chunk_status(chunk.status) for chunk in response.chunks]
 
     def _ask(
         self, session: Session, message: cache_pb2.RetrieveRequest | cache_pb2.AwaitFillRequest
@@ -110,7 +110,8 @@ class ServerChunkTransfers(ChunkTransfers):
             raise UnansweredError(why, is_over) from None
         except SessionLost as lost:
             raise UnansweredError(lost.message, is_over) from lost
-        return [chunk.status == ChunkStatus.RETRIEVED.value for chunk in response.chunks]
+        retrieved = ChunkStatus.RETRIEVED.value
+        return [chunk.status == retrieved for chunk in response.chunks]
 
 
 def _is_lost(future: Future[Any]) -> bool:

@@ -12,11 +12,11 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvdock import Session
-from kvdock.types import ChunkStatus, TransferMode
+from kvdock.types import ChunkStatus, Location, TransferMode
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.engine.copier import Copier, CopyStoppedError, HostBlocks, Stop
 from kvdock_vllm.engine.groups import GroupShape
@@ -148,13 +148,17 @@ class SharedTransfers(Transfers):
             timeout=_LOAD_RPC_SECONDS,
         )
         filled = []
-        parts = []
+        located = []
         for result, (skip, block_ids) in zip(found, split_blocks(group, in_part), strict=True):
             location = result.location if result.status is ChunkStatus.RETRIEVED else None
             if location is not None:
-                begin, end = skip * block_bytes, (skip + len(block_ids)) * block_bytes
-                parts.append(HostBlocks(block_ids, session.pool.array(location)[begin:end]))
+                begin, nbytes = skip * block_bytes, len(block_ids) * block_bytes
+                if begin + nbytes > location.length:
+                    raise ValueError(f"{location} is shorter than {skip + len(block_ids)} blocks")
+                wanted = Location(location.segment_id, location.offset + begin, nbytes)
+                located.append((wanted, block_ids))
             filled.append(location is not None)
+        parts = joined(session, located)
         if parts:
             _wait(request.ready, request.stop, _LOAD_READY_SECONDS)
             with self._using(session):
@@ -203,13 +207,14 @@ class SharedTransfers(Transfers):
         if not wanted:
             return statuses
         try:
-            parts = []
+            located = []
             for index in wanted:
                 location = reservation.chunks[index].location
                 if location is None:
                     raise ValueError(f"the server reserved chunk {index} and did not say where")
                 block_ids = group.block_ids[index * in_part : (index + 1) * in_part]
-                parts.append(HostBlocks(block_ids, session.pool.array(location)))
+                located.append((location, block_ids))
+            parts = joined(session, located)
             with request.reading():
                 _wait(request.ready, request.stop, _STORE_READY_SECONDS)
                 with self._using(session):
@@ -252,6 +257,26 @@ class SharedTransfers(Transfers):
                 if not self._running[session]:
                     del self._running[session]
                     self._changed.notify_all()
+
+
+def joined(session: Session, located: Iterable[tuple[Location, Sequence[int]]]) -> list[HostBlocks]:
+    """Blocks by where they lie in the pool. What lies one behind the other is one piece: small
+    chunks would cost more than their copies do.
+    """
+    runs: list[tuple[int, int, int, list[int]]] = []
+    segment_id = end = -1
+    for location, block_ids in located:
+        if location.segment_id == segment_id and location.offset == end:
+            segment_id, begin, end, ids = runs.pop()
+        else:
+            segment_id, begin, ids = location.segment_id, location.offset, []
+        end = location.offset + location.length
+        ids += block_ids
+        runs.append((segment_id, begin, end, ids))
+    return [
+        HostBlocks(ids, session.pool.array(Location(segment_id, begin, end - begin)))
+        for segment_id, begin, end, ids in runs
+    ]
 
 
 def _wait(ready: Mark, stop: Stop, seconds: float) -> None:
