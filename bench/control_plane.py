@@ -385,8 +385,10 @@ def index_row(effort: Effort) -> Row:
 
 def core_with_memory(chunks: int, *, event_log: bool = False) -> Any:
     """A server's core in this process, with room for ``chunks`` chunks. Its memory is not real."""
+    from kvdock_server.config import Config
     from kvdock_server.core import Core
     from kvdock_server.events.log import Limits
+    from kvdock_server.index.policies import POLICIES
     from kvdock_server.rpc import verbs
     from kvdock_server.tiers.host.slots import SlotAllocator
 
@@ -394,7 +396,11 @@ def core_with_memory(chunks: int, *, event_log: bool = False) -> Any:
     pool = -(-chunks * SHARD_BYTES // slab) * slab
     slots = SlotAllocator(pool, slab)
     slots.add(0, pool)
-    core = Core(slots, event_log=Limits(64 << 20, 1_000_000) if event_log else None)
+    core = Core(
+        slots,
+        event_log=Limits(64 << 20, 1_000_000) if event_log else None,
+        make_policy=POLICIES[Config.eviction](pool),
+    )
     request = cache_pb2.RegisterNamespaceRequest(namespace=NAMESPACE.to_proto())
     verbs.register_namespace(core, None, request)
     return core

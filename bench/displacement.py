@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from kvdock_server.config import Config
 from kvdock_server.core import Core
 from kvdock_server.index.index import Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.index.policies import POLICIES
 from kvdock_server.steps import at_once
 from kvdock_server.tiers.host.pool import slab_bytes
 from kvdock_server.tiers.host.slots import SlotAllocator
@@ -106,7 +108,7 @@ def core_of(pool: int, *, slab: int = 0) -> Core:
     """A core over an empty pool of ``pool`` bytes. ``slab`` 0: slabs as large as the server's."""
     slots = SlotAllocator(pool, slab or slab_bytes(pool))
     slots.add(0, slots.limit_bytes)
-    return Core(slots)
+    return Core(slots, make_policy=POLICIES[Config.eviction](slots.limit_bytes))
 
 
 def share_of_fresh(pair: Pair, prompt_chunks: int) -> float:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from kvdock.address import default_socket_path
 from kvdock_server import __version__
 from kvdock_server.index.namespace import MAX_CHUNK_TOKENS
+from kvdock_server.index.policies import POLICIES
 
 T = TypeVar("T")
 
@@ -58,6 +59,7 @@ def _checked(
 
 _LEVELS = ("debug", "info", "warning", "error")
 _level = _checked(str, lambda name: name in _LEVELS, "debug, info, warning or error")
+_eviction = _checked(str, lambda name: name in POLICIES, " or ".join(POLICIES))
 _numa = _checked(str, lambda mode: mode in ("auto", "off"), "auto or off")
 _positive = _checked(int, lambda count: count >= 1, "at least 1")
 _chunk_tokens = _checked(
@@ -98,6 +100,9 @@ class Config:
     )
     chunk_tokens: int = _setting(
         32, _chunk_tokens, "N", "tokens a chunk that engines are told to use (32)"
+    )
+    eviction: str = _setting(
+        "lru-with-memory", _eviction, "NAME", "lru-with-memory or lru (lru-with-memory)"
     )
     numa: str = _setting("auto", _numa, "MODE", "auto: cache near each GPU; off: evenly (auto)")
     event_log: int = _setting(0, _size, "SIZE", "memory for the log of KV events; 0: none (0)")

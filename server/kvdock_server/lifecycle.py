@@ -11,6 +11,7 @@ from kvdock_server.config import Config
 from kvdock_server.core import Core
 from kvdock_server.endpoint import claimed, private_files, refuse_taken
 from kvdock_server.events.log import Limits
+from kvdock_server.index.policies import POLICIES
 from kvdock_server.metrics import MetricsEndpoint
 from kvdock_server.rpc.server import Server
 from kvdock_server.service.turns import in_turns
@@ -54,6 +55,7 @@ async def run(config: Config) -> None:
                 pool.slots,
                 still_mapped=lambda session: pool.segment.is_guarded(session.guard),
                 event_log=limits if config.event_log else None,
+                make_policy=POLICIES[config.eviction](pool.slots.limit_bytes),
             )
             server = Server(core, pool, transfers, config.chunk_tokens)
             metrics = MetricsEndpoint(core, pool, loop, config.metrics_listen)

@@ -176,7 +176,7 @@ def test_a_pool_that_is_not_pinned_is_copied_all_the_same(
     worker.make(layout, "bf16", 4, BLOCKS, 512 << 10)
     why, pinned = worker.connect_refused(start_server(memory="1GiB").address, PER_CHUNK)
     assert "CUDA pins no more than" in why
-    assert "cuMemHostRegister_v2 failed with" in why
+    assert "cuMemHostRegister_v2 failed" in why
     assert pinned < 1 << 30
     round_trip(worker)
 

@@ -42,6 +42,7 @@ from kvdock_server.errors import Reason, RequestError
 from kvdock_server.events.log import Limits
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
+from kvdock_server.index.policies import POLICIES
 from kvdock_server.steps import at_once
 from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
@@ -164,8 +165,9 @@ class ServerMachine(RuleBasedStateMachine):
         sharded=st.sampled_from(["sharded", "sharded, one told"]),
         slabs=st.sampled_from([SLABS, SLABS // 2]),
         sockets=st.sampled_from([1, 2]),
+        policy=st.sampled_from(list(POLICIES)),
     )
-    def start(self, events: int, sharded: str, slabs: int, sockets: int) -> Any:
+    def start(self, events: int, sharded: str, slabs: int, sockets: int, policy: str) -> Any:
         self.steps = 0
         self.clock = Clock()
         self.slots = SlotAllocator(SLABS * SLAB, SLAB, sockets)
@@ -175,6 +177,7 @@ class ServerMachine(RuleBasedStateMachine):
             clock=self.clock,
             still_mapped=lambda session: self.mapped[session.guard],
             event_log=Limits(1 << 20, events) if events else None,
+            make_policy=POLICIES[policy](SLABS * SLAB),
         )
         self.events = EventReader(self.core.events) if self.core.events else None
         self.model = Model(self.clock, SLABS * SLAB, has_events=bool(events))

@@ -20,6 +20,7 @@ import pytest
 import simulator
 import torch
 from modelkit import Llama, make_checkpoint, random_prompt
+from own_device import use_own_device
 from simkit import status
 from simulator import CHUNK_TOKENS, SimulatedEngine
 
@@ -202,7 +203,10 @@ def test_a_load_ends_with_the_next_session_of_its_worker(host: Host) -> None:
     host.ask(random_prompt(3 * C, seed=3), 20)
 
 
-def test_when_the_servers_device_fails_the_engine_copies_by_itself(host: Host) -> None:
+def test_when_the_servers_device_fails_the_engine_copies_by_itself(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_own_device(monkeypatch)
     first, second = random_prompt(3 * C, seed=1), random_prompt(3 * C, seed=2)
     engine = host.engine
     host.ask(first)

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from kvdock._client_base import DEFAULT_TIMEOUT
 from kvdock._version import __version__
 from kvdock.address import ENVIRONMENT_VARIABLE, default_address
-from kvdock.cli import commands, doctor, events
+from kvdock.cli import commands, doctor, events, inputs, replay
+from kvdock.errors import InvalidArgument
+from kvdock.replay.simulation import POLICIES
+from kvdock.replay.trace import MOST_BLOCKS
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -138,11 +141,68 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     clear.add_argument("--all", action="store_true", help="in every namespace")
     clear.set_defaults(run=commands.clear)
 
+    _add_replay(subcommands)
+
     check = subcommands.add_parser(
         "doctor", parents=[server], help="find out what is wrong, and what to do about it"
     )
     check.set_defaults(run=doctor.run)
     return top, dict(subcommands.choices)
+
+
+def _add_replay(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subcommands.add_parser(
+        "replay", help="how much memory, and which policy: what a trace of prompts would find"
+    )
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="JSON lines, each with the hash_ids of one prompt's blocks; - is stdin",
+    )
+    parser.add_argument(
+        "--sizes",
+        metavar="N,...",
+        help="sizes of the pool, in blocks, or as 8GiB with --bytes-per-token (six of them)",
+    )
+    parser.add_argument(
+        "--bytes-per-token", metavar="SIZE", type=_bytes, help="of KV cache, for example 128KiB"
+    )
+    parser.add_argument(
+        "--block-tokens",
+        metavar="N",
+        type=_chunk_tokens,
+        default=512,
+        help="tokens a block of the trace (%(default)s)",
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="NAME,...",
+        default=",".join(POLICIES),
+        help="what to simulate (%(default)s)",
+    )
+    parser.add_argument(
+        "--server",
+        metavar="ADDRESS",
+        help="measure this server, too, which must hold nothing: unix:///PATH or HOST:PORT",
+    )
+    parser.add_argument(
+        "--most-blocks",
+        metavar="N",
+        type=_chunk_tokens,
+        default=MOST_BLOCKS,
+        help="replay the trace's first N blocks; a million take up to 150 MB (%(default)s)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the hit rates, as SVG")
+    parser.add_argument("--timeout", type=_seconds, default=DEFAULT_TIMEOUT, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.set_defaults(run=replay.run)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return inputs.size(text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _seconds(text: str) -> float:

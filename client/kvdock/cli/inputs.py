@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import mmap
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,6 +71,15 @@ def key(text: str) -> bytes:
             f"key {text!r} has {len(text)} hexadecimal digits; a key has {2 * KEY_BYTES}"
         )
     return value
+
+
+def size(text: str) -> int:
+    """Bytes from a number with a unit, such as ``8GiB`` or ``128KiB``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(I?)B?", text.strip().upper())
+    if match is None:
+        raise InvalidArgument(f"{text!r} is not a size: write for example 8GiB or 500MB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit or " "))
 
 
 def namespace(client: Client, name: str) -> Namespace:

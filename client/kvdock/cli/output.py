@@ -21,6 +21,8 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -148,11 +150,24 @@ def duration(seconds: float) -> str:
 @contextlib.contextmanager
 def transfer_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Gives a function to call with the bytes moved. A bar appears on stderr after a second."""
+    columns = DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with _bar(description, total, *columns) as advance:
+        yield advance
+
+
+@contextlib.contextmanager
+def count_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Likewise with a count of anything."""
+    with _bar(description, total, TaskProgressColumn()) as advance:
+        yield advance
+
+
+@contextlib.contextmanager
+def _bar(description: str, total: int, *columns: ProgressColumn) -> Iterator[Callable[[int], None]]:
     progress = Progress(
         TextColumn(description),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        *columns,
         TimeRemainingColumn(),
         console=Console(stderr=True),
         disable=not sys.stderr.isatty(),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvdock_server.core.counters import Counters
 from kvdock_server.core.leases import Lease, LeaseTable
 from kvdock_server.core.ranges import LeaseRange, LockRange
 from kvdock_server.core.reading import (
@@ -29,6 +29,7 @@ from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.ids import new_id
+from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
 from kvdock_server.index.index import Index, ReserveStatus, Slot
 from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
@@ -65,22 +66,6 @@ class Hit(NamedTuple):
     lease: Lease | None
 
 
-@dataclass
-class Counters:
-    """Totals since the server's start. The index has some more."""
-
-    lookups: int = 0
-    lookup_chunks: int = 0
-    hit_chunks: int = 0
-    stored_shards: int = 0
-    stored_bytes: int = 0
-    retrieved_shards: int = 0
-    retrieved_bytes: int = 0
-    host_to_device_bytes: int = 0
-    device_to_host_bytes: int = 0
-    device_to_device_bytes: int = 0
-
-
 class Core:
     """One server's state.
 
@@ -94,11 +79,12 @@ class Core:
         *,
         still_mapped: Callable[[Session], bool] = lambda session: False,
         event_log: Limits | None = None,
+        make_policy: MakePolicy = LeastRecentlyUsed,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = new_id()
         self.backlog = Backlog()
-        self.index = Index(slots, self.backlog)
+        self.index = Index(slots, self.backlog, make_policy)
         self.events: Publisher | None = None
         if event_log is not None:
             self.events = Publisher(self.epoch, Log(event_log), self.backlog)

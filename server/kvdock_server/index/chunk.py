@@ -6,7 +6,7 @@ Chunks and parts are plain records, kept small because a server holds a million 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Final
 
@@ -49,12 +49,25 @@ class Chunk:
     @property
     def in_use(self) -> bool:
         """True if somebody reads or writes one of its parts."""
-        return any(part is not None and (part.pins or part.writing) for part in self.parts)
+        # No any(), which would take three times as long: eviction asks several times for each part.
+        for part in self.parts:  # noqa: SIM110
+            if part is not None and (part.pins or part.writing):
+                return True
+        return False
 
     @property
     def last_used(self) -> int:
         """The latest use of any of its parts; 0 if it has none."""
         return max((part.last_used for part in self.parts if part is not None), default=0)
+
+    def inherit_uses(self, parts: Sequence[Part]) -> None:
+        """Who used these parts of a chunk that extends this one used this one's parts, too."""
+        last_used = max(part.last_used for part in parts)
+        used_again = any(part.used_again for part in parts)
+        for mine in self.parts:
+            if mine is not None:
+                mine.last_used = max(mine.last_used, last_used)
+                mine.used_again = mine.used_again or used_again
 
     def children(self) -> Iterator[Chunk]:
         """The known chunks that extend this one."""
@@ -99,6 +112,9 @@ class Part:
     a bit for each shard that is being written. ``pins`` counts what keeps the memory in place: the
     leases that lock the part, and the copies under way. A ``detached`` part has left the index; its
     memory is freed with its last pin or writer. ``queued``: an eviction policy has the part.
+
+    ``last_used`` is no time: it counts the bytes that were stored before the use. ``used_again``:
+    a lookup has hit the part, though perhaps not the last one that did (see ``Index.touch``).
     """
 
     chunk: Chunk
@@ -111,6 +127,7 @@ class Part:
     visible: bool = False
     detached: bool = False
     queued: bool = False
+    used_again: bool = False
 
     def __post_init__(self, kv_world_size: int) -> None:
         # An array and no list, since the garbage collector looks through every list.
@@ -130,11 +147,10 @@ class Part:
     @property
     def is_evictable(self) -> bool:
         """True if nobody uses the part, and no known chunk needs it as its prefix."""
-        if not self.visible or self.pins or self.chunk.space.is_cleared:
+        chunk = self.chunk
+        if not self.visible or self.pins or chunk.space.is_cleared:
             return False
-        if not self.is_full_attention:
-            return True
-        return self.chunk.first_child is None and not self.chunk.in_use
+        return (chunk.first_child is None and not chunk.in_use) or not self.is_full_attention
 
     def lacks(self, shard: int) -> bool:
         """True if the shard is neither sealed nor being written."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
 from itertools import count
+from operator import attrgetter
 from typing import Final, TypeAlias
 
 from kvdock_server.index.chunk import Part
@@ -42,6 +43,8 @@ class EvictionPolicy(ABC):
 
 MakePolicy: TypeAlias = Callable[[], EvictionPolicy]
 
+Rank: TypeAlias = Callable[[Part], int]
+
 _Entry: TypeAlias = tuple[int, int, Part]
 
 # Each change of the order does this much tidying, so that none is left when memory is wanted.
@@ -50,18 +53,19 @@ _MOVES_A_CHANGE: Final = 4
 _LOOKS_A_TURN: Final = 1_000
 
 
-class LeastRecentlyUsed(EvictionPolicy):
-    """The part whose last use lies furthest back goes first.
+class LowestRankFirst(EvictionPolicy):
+    """The part of the lowest rank goes first.
 
-    The parts are in a heap, by ``Part.last_used`` as it was when the part was added. A part that
-    was used since gets its new place when it comes to the front. ``Part.queued`` keeps each part in
-    the heap at most once.
+    The parts are in a heap, by their ranks when they were added. A part whose rank has risen since,
+    as it does with a use, gets its new place when it comes to the front. ``Part.queued`` keeps each
+    part in the heap at most once.
 
     When most parts of the heap have left the index, the others move to a new heap, a few with each
     change. They are taken from the end of the old heap, since what remains of it is a heap then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
         self._heap: list[_Entry] = []
         self._old: list[_Entry] = []
         self._gone = 0
@@ -73,7 +77,7 @@ class LeastRecentlyUsed(EvictionPolicy):
     def add(self, part: Part) -> None:
         if not part.queued:
             part.queued = True
-            heappush(self._heap, (part.last_used, next(self._tie), part))
+            heappush(self._heap, (self._rank(part), next(self._tie), part))
         self._keep_tidy()
 
     def discard(self, part: Part) -> None:
@@ -101,14 +105,15 @@ class LeastRecentlyUsed(EvictionPolicy):
         """Whether a heap's first part may go first. If not, the part is put where it belongs."""
         if not heap:
             return True
-        last_used, _, part = heap[0]
+        queued_rank, _, part = heap[0]
         if not part.is_evictable:
             self._forget(heappop(heap))
-        elif last_used != part.last_used:
-            heapreplace(heap, (part.last_used, next(self._tie), part))
-        else:
-            return True
-        return False
+            return False
+        rank = self._rank(part)
+        if rank > queued_rank:
+            heapreplace(heap, (rank, next(self._tie), part))
+            return False
+        return True
 
     def _keep_tidy(self) -> None:
         # A part that was extended or used stays where it was in the heap until it is looked at.
@@ -128,3 +133,10 @@ class LeastRecentlyUsed(EvictionPolicy):
         part = entry[2]
         part.queued = False
         self._gone -= part.detached
+
+
+class LeastRecentlyUsed(LowestRankFirst):
+    """The part whose last use lies furthest back goes first."""
+
+    def __init__(self) -> None:
+        super().__init__(attrgetter("last_used"))

@@ -106,7 +106,7 @@ class Index:
         self._reclaimer = Reclaimer(slots, backlog, self._evict, make_policy)
         self._spaces: dict[str, NamespaceIndex] = {}
         self._pending: dict[Part, float] = {}
-        self._use = 0  # counts uses, and is no clock; see Part.last_used
+        self._use = 0  # counts uses and the bytes that were reserved; see Part.last_used
 
     # Namespaces
 
@@ -159,13 +159,14 @@ class Index:
         """Note a use of parts.
 
         Of a full-attention span only the last part is touched. Such parts are evicted from the end
-        of a prompt, and an evicted part hands its last use on to the chunk before it.
+        of a prompt, and an evicted part hands its uses on to the chunk before it.
         """
         self._use += 1
         for span in spans:
             only_last = span.parts and span.parts[-1].is_full_attention
             for part in span.parts[-1:] if only_last else span.parts:
                 part.last_used = self._use
+                part.used_again = True
 
     def part(self, space: NamespaceIndex, position: int, key: bytes) -> Part | None:
         """A visible part, or None."""
@@ -244,6 +245,7 @@ class Index:
         """``reserve``, after its arguments were checked."""
         self._use += 1
         use = self._use
+        slot_bytes = self._slots.slot_bytes(size)
         statuses: list[ReserveStatus] = []
         parts: list[Part] = []
         offsets: list[int] = []
@@ -277,7 +279,8 @@ class Index:
                     break
                 offsets.append(offset)
                 statuses.append(ReserveStatus.RESERVED)
-                self.reserved_bytes += self._slots.slot_bytes(size)
+                self._use += slot_bytes
+                self.reserved_bytes += slot_bytes
                 if not part.is_gone:
                     self._pending.pop(part, None)  # keeps the dict in the order of deadlines
                     self._pending[part] = deadline
@@ -442,10 +445,7 @@ class Index:
             self.totals.evicted_parts += part.visible
             self._remove(part)
         if chunk.parent is not None and leaving:
-            last_used = max(part.last_used for part in leaving)
-            for above in chunk.parent.parts:
-                if above is not None:
-                    above.last_used = max(above.last_used, last_used)
+            chunk.parent.inherit_uses(leaving)
         self._retire(chunk)
 
     def _remove(self, part: Part) -> None:

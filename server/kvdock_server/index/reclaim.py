@@ -4,8 +4,8 @@ A free slot is taken first, then the memory of what was cleared. If there is nei
 evicted. Memory of other sizes comes as slabs (tiers/host/slots.py): all chunks that lie in these
 must go, and all chunks that extend those.
 
-``oldest`` is the part that its policy evicts first, the least recently used, of all parts with
-slots of the wanted size. These ways are tried in this order:
+``oldest`` is the part that its policy evicts first, of all parts with slots of the wanted size.
+These ways are tried in this order:
 
 1. Empty a window of slots of other sizes, if all in it was last used before ``oldest``. What lies
    there is worth less than ``oldest``, and a window loses little memory.
