@@ -60,6 +60,17 @@ class Lookups:
             record.lookup = Lookup(
                 live, keys[:_MOST_KEYS], readers=self._readers, timeout=self._timeout
             )
+            self._let_it_be_sent()
+
+    def _let_it_be_sent(self) -> None:
+        """Gives the interpreter's lock to the session's thread, as part of the step's wait.
+
+        Otherwise the thread gets the lock, and sends, only when this one waits for the answer.
+        """
+        if self._wait.seconds_left > 0:
+            began = time.monotonic()
+            time.sleep(0)
+            self._wait.spend(time.monotonic() - began)
 
     def current(self, record: Record) -> Lookup | None:
         """The request's lookup. If the session has changed, the server is asked anew."""

@@ -1,8 +1,8 @@
 """How long a step of the scheduler may wait for answers to lookups. Pure.
 
 A request whose lookup is not answered when the scheduler asks is put off by a whole step, which may
-take 50 ms. Its answer usually comes in less than one. So a step waits a little, but only as long as
-answers come in that time.
+take 50 ms. Its answer usually comes in less than two. So a step waits a little, as long as that
+usually helps.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections import deque
 
 MOST_SECONDS = 0.002
 """No step waits longer than this."""
-_RECENT = 20
+_ANSWERS = 20
 _SHARE = 0.95
+_WAITS = 8
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 8.0
 
@@ -20,9 +21,10 @@ _LONGEST_PAUSE_SECONDS = 8.0
 class AnswerWait:
     """The wait of one scheduler: one budget for all requests of a step. Used by one thread.
 
-    Steps that wait in vain wait ``MOST_SECONDS`` in all. Then no step waits for a while, which is
-    twice as long each time. An answer that took no longer than ``MOST_SECONDS`` ends the pause. A
-    slower answer proves nothing: while an engine computes, other threads of its process run late.
+    After a wait in vain no step waits until an answer has come, so a server that stands still costs
+    one wait. If more than half of the last waits were in vain, steps do not wait for a while, twice
+    as long after each further wait in vain. How long answers take tells less: while an engine
+    computes, the threads of its process that read them run late.
     """
 
     def __init__(self, *, idle_steps_wait: bool) -> None:
@@ -30,10 +32,13 @@ class AnswerWait:
         is kept from computing. An empty step would take longer than the wait.
         """
         self._idle_steps_wait = idle_steps_wait
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._answers: deque[float] = deque(maxlen=_ANSWERS)
         """Seconds that the latest answers took."""
-        self._in_vain = 0.0
-        """Seconds waited without an answer since the last answer in time, or since the pause."""
+        self._waits: deque[bool] = deque([True] * _WAITS, maxlen=_WAITS)
+        """Whether the latest waits brought an answer."""
+        self._is_silent = False
+        """No answer has come since the last wait in vain."""
+        self._helped_in_step = False
         self._pause = _FIRST_PAUSE_SECONDS
         self._paused_until = 0.0
         self.seconds_left = MOST_SECONDS
@@ -41,32 +46,41 @@ class AnswerWait:
 
     def begin_step(self, now: float, *, is_idle: bool) -> None:
         """Begins a step. ``is_idle``: the engine computed nothing in the step before."""
+        self._helped_in_step = False
         if is_idle and self._idle_steps_wait:
             self.seconds_left = MOST_SECONDS
-        elif now < self._paused_until:
+        elif self._is_silent or now < self._paused_until:
             self.seconds_left = 0.0
         else:
-            self.seconds_left = max(0.0, min(self._usual_seconds(), MOST_SECONDS - self._in_vain))
+            self.seconds_left = min(MOST_SECONDS, self._usual_seconds())
+
+    def spend(self, seconds: float) -> None:
+        """Takes seconds off the step's budget."""
+        self.seconds_left = max(0.0, self.seconds_left - seconds)
 
     def waited(self, now: float, seconds: float, *, in_vain: bool) -> None:
-        """Notes a wait that ended at ``now``."""
-        self.seconds_left = max(0.0, self.seconds_left - seconds)
+        """Notes a wait for an answer that ended at ``now``."""
+        self.spend(seconds)
         if not in_vain:
-            return
-        self._in_vain += seconds
-        if self._in_vain >= MOST_SECONDS:
-            self._in_vain = 0.0
-            self._paused_until = now + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+            self._helped_in_step = True
+            if self._paused_until:  # a trial
+                self._waits.extend([True] * _WAITS)
+                self._pause, self._paused_until = _FIRST_PAUSE_SECONDS, 0.0
+            self._waits.append(True)
+        elif not self._helped_in_step:
+            self._is_silent = True
+            self._waits.append(False)
+            if 2 * sum(self._waits) < _WAITS:
+                self._paused_until = now + self._pause
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
 
     def heard(self, seconds: float) -> None:
         """Notes that an answer came ``seconds`` after its question, awaited or not."""
-        self._recent.append(seconds)
-        if seconds <= MOST_SECONDS:
-            self._in_vain, self._pause, self._paused_until = 0.0, _FIRST_PAUSE_SECONDS, 0.0
+        self._answers.append(seconds)
+        self._is_silent = False
 
     def _usual_seconds(self) -> float:
         """What all but the slowest recent answers took."""
-        if not self._recent:
+        if not self._answers:
             return MOST_SECONDS
-        return sorted(self._recent)[int(_SHARE * (len(self._recent) - 1))]
+        return sorted(self._answers)[int(_SHARE * (len(self._answers) - 1))]
