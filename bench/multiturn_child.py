@@ -139,16 +139,17 @@ class Load:
                 request.allocated = self._now()
             return allocate(vllm_request, *arguments, **options)
 
-        def updated(output: Any) -> Any:
+        def update_and_note(output: Any) -> Any:
+            updated = update(output)  # KVDock adds loads whose end it knows before its worker told
             for name in output.finished_recving or ():
                 request = self._request(name)
                 if request is not None:
                     request.loaded = self._now()
-            return update(output)
+            return updated
 
         connector.get_num_new_matched_tokens = matched
         connector.update_state_after_alloc = allocated
-        connector.update_connector_output = updated
+        connector.update_connector_output = update_and_note
 
     def _request(self, internal_name: str) -> Request | None:
         """vLLM appends something of its own to the names of requests."""
