@@ -56,7 +56,8 @@ def test_a_store_that_waits_behind_another_does_not_stop_a_step(
             engine.step()
             longest = max(longest, time.monotonic() - began)
     assert engine.overwritten
-    assert longest < 1
+    # The store that copies has four chunks at most, and 0.25 s for its turn.
+    assert longest < 4 * 0.3 + 0.25 + 0.4
     engine.run()
 
 
