@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from simkit import C, StartEngine, prompt, slow_copies
 from simulator import SimulatedEngine
+
+from kvdock_vllm import ended_loads
+from kvdock_vllm.ended_loads import EndedLoads
 
 
 def steps_until_computed(engine: SimulatedEngine, *, busy: bool = False) -> int:
@@ -55,3 +60,22 @@ def test_a_scheduler_in_another_process_hears_it_from_vllm(
     engine.connector.scheduler_half._ended_loads = None
     engine.ranks[0].connector.worker_half._ended_loads.has_reader = False
     assert steps_until_computed(engine) == 2
+
+
+class FailedStart:
+    """A worker of an engine whose scheduler was never made."""
+
+    def __init__(self) -> None:
+        self.loads = EndedLoads(self.take)
+        ended_loads.offer("failed", self.loads)
+
+    def take(self) -> set[str]:
+        return set()
+
+
+def test_a_failed_start_leaves_nothing_behind() -> None:
+    worker = FailedStart()
+    assert "failed" in ended_loads._offered
+    del worker
+    gc.collect()
+    assert ended_loads.find("failed") is None

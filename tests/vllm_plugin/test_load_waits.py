@@ -5,8 +5,10 @@ The simulated engine checks the bytes of all that its requests see.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,9 +37,9 @@ class HeldLoads:
         for name in names:
             self._events[name] = threading.Event()
 
-    def go_on(self) -> None:
-        for event in self._events.values():
-            event.set()
+    def go_on(self, *names: str) -> None:
+        for name in names or self._events:
+            self._events[name].set()
 
     def wait(self, name: str) -> None:
         if (event := self._events.get(name)) is not None:
@@ -79,7 +81,7 @@ def step_until_loading(engine: SimulatedEngine, *names: str) -> None:
     half = engine.connector.scheduler_half
     deadline = time.monotonic() + 20
     while set(half.loads.under_way) != set(names) or not all(
-        record.lookup is None or half.waits.has_waited(record.lookup)
+        record.lookup is None or record.lookup in half.waits._waits
         for record in half.records.values()
     ):
         assert time.monotonic() < deadline, list(half.loads.under_way)
@@ -366,6 +368,28 @@ def test_who_shares_more_than_half_waits_and_loads_the_rest(
     held.go_on()
     engine.run()
     assert loaded_shards(kvdock) == 10
+
+
+def test_who_has_waited_keeps_nothing_of_the_load(
+    start_engine: StartEngine, kvdock: Any, held: HeldLoads
+) -> None:
+    start_engine().generate(PREFIX)
+    engine = start_engine()
+    held.hold("short", "long")
+    engine.add("short", PREFIX[: 4 * C])
+    step_until_loading(engine, "short")
+    half = engine.connector.scheduler_half
+    waited_for = weakref.ref(half.loads.under_way["short"].lookup)
+    engine.add("long", PREFIX)
+    step_until_loading(engine, "short")
+    held.go_on("short")
+    step_until_loading(engine, "long")
+    engine.step()
+    gc.collect()
+    assert waited_for() is None
+    held.go_on()
+    engine.run()
+    assert engine.counted["load_waits"] == 1
 
 
 def test_one_prompt_many_times(start_engine: StartEngine, held: HeldLoads) -> None:

@@ -8,6 +8,7 @@ request would wait for a whole step more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 
 class EndedLoads:
@@ -20,8 +21,10 @@ class EndedLoads:
         """The scheduler's half takes them."""
 
 
-_offered: dict[str, EndedLoads] = {}
-"""By engine_id. vLLM makes an engine's worker before its scheduler."""
+_offered: WeakValueDictionary[str, EndedLoads] = WeakValueDictionary()
+"""By engine_id. vLLM makes an engine's worker before its scheduler. If the engine's start fails
+between the two, nothing here keeps the worker and its KV cache.
+"""
 
 
 def offer(engine_id: str, loads: EndedLoads) -> None:

@@ -175,7 +175,7 @@ class SchedulerHalf:
         record = self.records.of(request)
         record.set_tables(blocks.get_block_ids())
         if record.lookup is not None:
-            self._stats.add("load_waits", self.waits.has_waited(record.lookup))
+            self._stats.add("load_waits", self.waits.end(record.lookup))
         if num_external_tokens > 0:
             self.loads.begin(record, num_external_tokens, self.link.usable)
             return

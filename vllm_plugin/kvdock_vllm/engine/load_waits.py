@@ -49,9 +49,12 @@ class LoadWaits:
         self._has_windows = any(shape.window_tokens for shape in shapes)
         self._waits: WeakKeyDictionary[Lookup, _Wait] = WeakKeyDictionary()
 
-    def has_waited(self, lookup: Lookup) -> bool:
-        """Whether the lookup's request has waited for a load."""
-        return lookup in self._waits
+    def end(self, lookup: Lookup) -> bool:
+        """Ends a request's wait. True if it has waited.
+
+        Else a request that loads would keep the load it waited for, which may keep another one.
+        """
+        return self._waits.pop(lookup, None) is not None
 
     def must_wait(self, lookup: Lookup, num_tokens: int) -> bool:
         """Whether a request of ``num_tokens`` tokens waits before it loads its hit."""
