@@ -92,6 +92,11 @@ def test_a_long_trace_is_cut_and_not_read_to_its_end() -> None:
     assert (len(trace.prompts), trace.is_cut) == (2, True)
 
 
+def test_a_first_prompt_that_is_cut_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="line 2: the first prompt has 3 blocks"):
+        trace_of([[], [1, 2, 3]], 2)
+
+
 # Policies
 
 

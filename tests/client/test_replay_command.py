@@ -84,6 +84,7 @@ def test_json_has_the_figures(trace: Path) -> None:
         (["/no/such/file"], "cannot read /no/such/file: No such file"),
         (["-", "--sizes", "8GiB"], "give --bytes-per-token, too"),
         (["-", "--sizes", "0"], "'0' is less than one block"),
+        (["-", "--sizes", "9" * 5000], "is no number of blocks"),
         (["-", "--sizes", "many", "--bytes-per-token", "1KiB"], "'many' is not a size"),
         (["-", "--policies", "lru,fifo"], "'fifo' is none of lru, lru-with-memory"),
         (["-", "--bytes-per-token", "much"], "'much' is not a size"),
@@ -95,6 +96,24 @@ def test_what_cannot_be_used_is_named(arguments: list[str], said: str) -> None:
     assert done.returncode == 2
     assert said in done.stderr.decode()
     assert b"Traceback" not in done.stderr
+
+
+def test_a_policy_that_is_named_twice_is_played_once() -> None:
+    done = replay("-", "--policies", "lru,arc,lru", stdin=b'{"hash_ids": [1, 2]}\n')
+    rows = [line for line in done.stdout.decode().splitlines() if line.startswith("│")]
+    assert [row.split() for row in rows] == [
+        ["│", "lru", "│", "0.0000", "│"],
+        ["│", "arc", "│", "0.0000", "│"],
+    ]
+
+
+def test_a_plot_that_cannot_be_written_does_not_cost_the_figures(tmp_path: Path) -> None:
+    done = replay("-", "--plot", tmp_path, stdin=b'{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2]}\n')
+    assert done.returncode == 2
+    assert f"cannot write {tmp_path}" in done.stderr.decode()
+    assert "Memory: give it " in done.stdout.decode()
+    # No advice against the default: the policy is as good as any other here.
+    assert "Policy: --eviction lru-with-memory finds no more than lru" in done.stdout.decode()
 
 
 @pytest.mark.parametrize("policy", ["lru", "lru-with-memory"])

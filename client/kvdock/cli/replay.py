@@ -46,12 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
         if client is not None:
             outcomes += replay_on_server(client, trace, of_server, advance)
     found = advice.advise(trace, outcomes)
-    if arguments.plot:
-        _write_plot(arguments.plot, name, trace, outcomes, scale)
     if arguments.json:
         output.print_json(_as_json(trace, outcomes, found, scale))
     else:
         _print(name, trace, outcomes, found, scale)
+    # Last, since a file that cannot be written must not cost the figures.
+    if arguments.plot:
+        _write_plot(arguments.plot, name, trace, outcomes, scale)
     return 0
 
 
@@ -75,7 +76,7 @@ class _Scale:
 
 
 def _policies(text: str) -> list[str]:
-    names = text.split(",")
+    names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in POLICIES:
             raise InvalidArgument(f"--policies: {name!r} is none of {', '.join(POLICIES)}")
@@ -86,7 +87,7 @@ def _sizes(text: str, scale: _Scale) -> list[int]:
     """Numbers of blocks, from numbers of blocks or from sizes with a unit."""
     sizes = set()
     for each in text.split(","):
-        if re.fullmatch(r"\d+", each):
+        if re.fullmatch(r"[0-9]{1,18}", each):
             blocks = int(each)
         elif scale.block_bytes is None:
             raise InvalidArgument(
@@ -165,7 +166,7 @@ def _sentences(trace: Trace, found: advice.Advice, scale: _Scale) -> Iterator[st
             f"{scale.name(largest)}: {ratio:.2f} times as much as {LRU} at {scale.name(size)}."
         )
     elif found.compared:
-        yield f"Policy: leave --eviction at {LRU}, no other finds over 1% more at these sizes."
+        yield f"Policy: --eviction {MEMORY} finds no more than {LRU} at these sizes (up to 1%)."
     for size, ratio in found.worse.items():
         yield f"But at {scale.name(size)} {MEMORY} finds only {ratio:.2f} times as much as {LRU}."
 

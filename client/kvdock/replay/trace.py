@@ -76,6 +76,11 @@ def read_trace(file: BinaryIO, name: str, most_blocks: int) -> Trace:
     for where, ids in _lines(file, name):
         references += len(ids)
         if references > most_blocks:
+            if not prompts:
+                raise InvalidArgument(
+                    f"{where}: the first prompt has {len(ids):,} blocks, and at most "
+                    f"{most_blocks:,} are replayed (--most-blocks)"
+                )
             return Trace(prompts, parents, is_cut=True)
         prompt: list[int] = []
         parent = NO_BLOCK
