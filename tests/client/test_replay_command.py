@@ -112,7 +112,7 @@ def test_a_plot_that_cannot_be_written_does_not_cost_the_figures(tmp_path: Path)
     assert done.returncode == 2
     assert f"cannot write {tmp_path}" in done.stderr.decode()
     assert "Memory: give it " in done.stdout.decode()
-    # No advice against the default: the policy is as good as any other here.
+    # No advice against a policy that is as good as any other here.
     assert "Policy: --eviction lru-with-memory finds no more than lru" in done.stdout.decode()
 
 
