@@ -53,6 +53,7 @@ class Listener:
     """A process of another user that listens where a server should."""
 
     def __init__(self, path: Path, user: int = OTHER) -> None:
+        self._path = path
         self._process = subprocess.Popen(
             [*as_user(user), sys.executable, "-c", LISTENER, str(path)],
             stdout=subprocess.PIPE,
@@ -63,9 +64,15 @@ class Listener:
 
     def end(self) -> list[str]:
         """What it got; one entry for each connection."""
+        # It takes connections one by one, so it has told of all others when it tells of this one.
+        with socket.socket(socket.AF_UNIX) as last:
+            last.connect(str(self._path))
+            last.sendall(b"the last")
+            assert self._process.stdout is not None
+            got = [line.rstrip() for line in iter(self._process.stdout.readline, "b'the last'\n")]
         self._process.kill()
-        got, _ = self._process.communicate()
-        return got.splitlines()
+        self._process.communicate()
+        return got
 
 
 @pytest.fixture

@@ -228,6 +228,7 @@ def test_a_message_over_the_limit(wire: Wire) -> None:
     assert "at most 2097152" in caught.message
 
 
+@pytest.mark.hold_up(0.1, reason="gRPC joins the pieces of a message of 17 MB on the loop")
 def test_a_session_goes_on_after_a_message_over_the_limit(wire: Wire) -> None:
     session = WireSession(wire)
     data = types_pb2.ChunkEventData(token_ids=bytes(1 << 10))

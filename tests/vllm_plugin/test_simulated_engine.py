@@ -284,9 +284,19 @@ def step_until_loading(engine: SimulatedEngine) -> None:
     """Steps until a load is under way, without collecting its end."""
     half = engine.connector.scheduler_half
     deadline = time.monotonic() + 5
-    while not half.loads.under_way:
-        assert time.monotonic() < deadline
-        engine.step()
+    go_on = threading.Event()
+    real = LoadJob._work
+
+    def held(job: LoadJob) -> None:
+        go_on.wait(30)
+        real(job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoadJob, "_work", held)
+        while not half.loads.under_way:
+            assert time.monotonic() < deadline
+            engine.step()
+    go_on.set()
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
