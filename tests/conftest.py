@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hold_ups import HOLD_UPS
-from loop_watchdog import LIMIT_SECONDS
+from loop_watchdog import LIMIT_SECONDS, slowness
 from servers import ServerProcess
 
 
@@ -29,7 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def hold_up_limit(request: pytest.FixtureRequest) -> float:
     """For how many seconds one callback may hold up a server's event loop in this test."""
     marker = request.node.get_closest_marker("hold_up")
-    return marker.args[0] if marker else LIMIT_SECONDS
+    seconds = marker.args[0] if marker else LIMIT_SECONDS
+    return float(seconds * slowness())
 
 
 @pytest.fixture
