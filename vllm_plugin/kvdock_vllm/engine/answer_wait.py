@@ -1,8 +1,8 @@
 """How long a step of the scheduler may wait for answers to lookups. Pure.
 
 A request whose lookup is not answered when the scheduler asks is put off by a whole step, which may
-take 50 ms. Its answer usually comes in less than two. So a step waits a little, as long as that
-usually helps.
+take 50 ms. Its answer usually comes in less than 2 ms. So a step waits a little, as long as
+waiting usually helps.
 """
 
 from __future__ import annotations

@@ -77,8 +77,12 @@ class DeviceMover(Mover):
         pinned = PinnedMemory(memory, driver, context)
         try:
             device = Device(driver, self._device_ordinal, pinned, ENGINE_PACE)
-            driver.set_current(context)
-            groups = [device.planned(*_described(layout, driver)) for layout in self._layouts]
+            try:
+                driver.set_current(context)
+                groups = [device.planned(*_described(layout, driver)) for layout in self._layouts]
+            except BaseException:
+                device.close()
+                raise
         except BaseException:
             pinned.close()
             raise
