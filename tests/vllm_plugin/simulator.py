@@ -371,7 +371,7 @@ class SimulatedEngine:
         """
         while self._pending:
             self._process(*self._pending.popleft())
-        if self.connector.scheduler_half.holds._held:
+        if self.connector.scheduler_half.holds:
             return False
         manager = self.scheduler.kv_cache_manager
         waiting = set(self.scheduler.requests.values()) - set(self.scheduler.running)

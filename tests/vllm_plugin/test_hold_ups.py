@@ -21,6 +21,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from kvdock.errors import PoolUnmappable
 from kvdock_vllm import scheduler
+from kvdock_vllm.engine import stores
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.transfers import shared
 from kvdock_vllm.engine.transfers.shared import SharedTransfers
@@ -76,8 +77,9 @@ def standing_still(server: Any) -> Iterator[None]:
 
 
 def test_a_step_that_preempts_does_not_wait_for_a_server_that_stands_still(
-    start_engine: StartEngine, kvdock: Any
+    start_engine: StartEngine, kvdock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stores, "_GENERATED_TOKENS", C)  # so that much is being stored
     engine = start_engine(num_blocks=40)
     engine.generate(random_prompt(2 * C, seed=9))
     engine.forget()

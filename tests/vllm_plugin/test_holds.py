@@ -1,4 +1,4 @@
-"""Which blocks vLLM gives out while a store reads what a window left behind."""
+"""Which blocks vLLM gives out while a store reads what a window left, or a finished request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kvdock_vllm.holds import Holds
 
-pytestmark = pytest.mark.skipif(
+puts_last = pytest.mark.skipif(
     not hasattr(BlockPool, "unpin_blocks"),
     reason="this version of vLLM cannot put blocks at the end of its queue",
 )
@@ -38,12 +38,14 @@ def ids(blocks: list[Any]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
+@puts_last
 def test_without_holds_what_a_window_left_behind_is_given_out_first(pool: BlockPool) -> None:
     read = take(pool, 3)
     pool.free_blocks(read)
     assert ids(take(pool, 3)) == ids(read)
 
 
+@puts_last
 def test_what_is_read_is_given_out_last(pool: BlockPool, holds: Holds) -> None:
     read = take(pool, 3)
     holds.renew({STORE: ids(read)})
@@ -56,6 +58,7 @@ def test_what_is_read_is_given_out_last(pool: BlockPool, holds: Holds) -> None:
     assert ids(take(pool, 3)) == ids(read)
 
 
+@puts_last
 def test_what_a_window_did_not_leave_yet_stays_its_requests(pool: BlockPool, holds: Holds) -> None:
     read = take(pool, 3)
     for _ in range(3):
@@ -67,6 +70,7 @@ def test_what_a_window_did_not_leave_yet_stays_its_requests(pool: BlockPool, hol
     assert pool.get_num_free_blocks() == 17
 
 
+@puts_last
 def test_no_more_than_half_of_what_is_free_is_held(pool: BlockPool, holds: Holds) -> None:
     read, other = take(pool, 4), take(pool, 4)
     take(pool, 4)
@@ -77,7 +81,26 @@ def test_no_more_than_half_of_what_is_free_is_held(pool: BlockPool, holds: Holds
     assert [block.ref_cnt for block in read + other] == [1, 1, 1, 1, 2, 2, 2, 1]
 
 
+def test_of_a_finished_request_only_what_is_read_is_kept(pool: BlockPool, holds: Holds) -> None:
+    blocks = take(pool, 6)
+    read = blocks[3:5]
+    holds.hold_finished({STORE: ids(read), OTHER: ids(read[1:])})
+    pool.free_blocks(reversed(blocks))
+    assert pool.get_num_free_blocks() == 18
+    holds.renew({})
+    given = take(pool, 18)
+    assert not set(ids(given)) & set(ids(read))
+    holds.release(STORE)
+    assert [block.ref_cnt for block in read] == [0, 1]
+    holds.release(OTHER)
+    holds.release(OTHER)
+    assert len(holds) == 0
+    assert sorted(ids(take(pool, 2))) == sorted(ids(read))
+
+
 def test_without_a_pool_nothing_is_held() -> None:
     holds = Holds()
     holds.renew({STORE: [1, 2]})
+    holds.hold_finished({STORE: [1, 2]})
     holds.release(STORE)
+    assert len(holds) == 0

@@ -401,7 +401,7 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     others = step_until_it_has_blocks(engine, "r")
     assert not copied & set(others)
     # Whoever gets the blocks now writes there, while the copy goes on.
-    engine.add("heir", prompt(7 * BLOCK_TOKENS, seed=1))
+    engine.add("heir", prompt(7 * BLOCK_TOKENS - 1, seed=1), max_tokens=2)
     inherited = step_until_it_has_blocks(engine, "heir")
     go_on.set()
     assert copied <= set(inherited)
@@ -409,6 +409,37 @@ def test_a_copy_that_cannot_be_stopped_is_not_committed(
     warm = start_engine().generate(prompt(C + 9), max_tokens=7, kv_transfer_params=ASK)
     assert warm.tokens == engine.outcomes["r"].tokens
     assert extra(warm) == C, "what the resumed request stored is there"
+
+
+def test_a_waiting_request_gets_the_blocks_of_a_finished_one_that_is_being_stored(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    real = Copier._pieces
+
+    def held(self: Copier, *arguments: Any) -> Iterator[Any]:
+        for piece in real(self, *arguments):
+            reached.set()
+            go_on.wait(30)
+            yield piece
+
+    monkeypatch.setattr(Copier, "_pieces", held)
+    # Of 15 blocks the first request has 6, and its only store, which begins at its end, reads 4.
+    engine = start_engine(num_blocks=16)
+    engine.add("first", prompt(C // 2), max_tokens=C)
+    while not engine.outcomes["first"].finish_reason:
+        engine.step()
+    engine.step()
+    assert reached.wait(30)
+    engine.add("second", prompt(10 * BLOCK_TOKENS, seed=1), max_tokens=2)
+    assert len(step_until_it_has_blocks(engine, "second")) == 10
+    assert len(engine.connector.scheduler_half.holds) == 1
+    go_on.set()
+    engine.run()
+    longer = prompt(C // 2) + engine.outcomes["first"].tokens
+    warm = start_engine().generate(longer, kv_transfer_params=ASK)
+    assert extra(warm) == C
+    assert warm.tokens == engine.expected(longer, 1), "what was read while others ran is right"
 
 
 def step_until_it_has_blocks(engine: SimulatedEngine, name: str) -> list[int]:

@@ -191,14 +191,14 @@ class KVDockConnector(KVConnectorBase_V1):
 
     @_never_raises(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self.worker_half.get_finished(self._step)
+        return None, self.worker_half.take_loaded(self._step)
 
     @_never_raises(lambda: base.KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Called instead of :meth:`get_finished` by versions that may have several groups."""
-        stored, loaded = self.worker_half.get_finished(self._step)
+        loaded = self.worker_half.take_loaded(self._step)
         failed = self.worker_half.take_failed_loads()
-        return base.KVConnectorTransferResults(stored, loaded, failed)
+        return base.KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     @_never_raises(lambda: set[int]())
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -263,14 +263,14 @@ class KVDockConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_half.request_finished(request, (block_ids,))
+        return False, self.scheduler_half.request_finished(request, (block_ids,))
 
     @_never_raises(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Called instead of :meth:`request_finished` if the connector is a ``SupportsHMA``."""
-        return self.scheduler_half.request_finished(request, block_ids)
+        return False, self.scheduler_half.request_finished(request, block_ids)
 
     @_never_raises(lambda: list[Any]())
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -1,4 +1,8 @@
-"""Holds: blocks that vLLM keeps back for one step, since a store still reads them.
+"""Holds: blocks that vLLM keeps back, since a store still reads them.
+
+When a request ends, its last tokens are not stored yet. vLLM could keep all of its blocks until
+they are, and a waiting request would get them some 30 ms later. So vLLM frees the blocks at once,
+and those few that a store still reads have one more reference until the store ends.
 
 A sliding window moves along its request with each token. When no later token can see any token of a
 block, the window has left the block behind: vLLM takes the block from the request and frees it.
@@ -7,8 +11,8 @@ vLLM caches almost none of these blocks. It gives uncached blocks out first, mos
 step. A store that has not read a block by then loses its part for good, and with the part every hit
 whose window reaches over it.
 
-So a block that a store reads gets one more reference for the step in which a window leaves it
-behind. After the step it goes to the end of vLLM's queue of free blocks, so it is given out last. A
+So such a block also gets one more reference, for the step in which a window leaves it behind. After
+the step it goes to the end of vLLM's queue of free blocks, so it is given out last. A
 store that is even slower is ended, like every store whose blocks are given out.
 """
 
@@ -27,22 +31,45 @@ class Holds:
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
-        self._held: dict[int, list[KVCacheBlock]] = {}  # by job_id
+        self._puts_last = False
+        # By job_id.
+        self._of_windows: dict[int, list[KVCacheBlock]] = {}
+        self._of_finished: dict[int, list[KVCacheBlock]] = {}
+
+    def __len__(self) -> int:
+        """How many stores have their blocks held."""
+        return len(self._of_windows.keys() | self._of_finished.keys())
 
     def bind(self, pool: BlockPool) -> None:
-        """Takes vLLM's pool, unless its version cannot put blocks at the end of its queue."""
-        if hasattr(pool, "unpin_blocks"):
-            self._pool = pool
+        """Takes vLLM's pool. Not every version's pool can put a block at the end of its queue:
+        then windows' blocks are not held.
+        """
+        self._pool = pool
+        self._puts_last = hasattr(pool, "unpin_blocks")
+
+    def hold_finished(self, reading: Mapping[int, Sequence[int]]) -> None:
+        """Holds blocks of a finished request until :meth:`release`. Called before vLLM frees the
+        request's blocks.
+
+        ``reading`` has the ids of those that are still the request's, by the job_id of the store
+        that reads them.
+        """
+        if self._pool is None:
+            return
+        for job_id, block_ids in reading.items():
+            blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+            self._pool.touch(blocks)
+            self._of_finished[job_id] = blocks
 
     def renew(self, leaving: Mapping[int, Sequence[int]]) -> None:
-        """Ends all holds and begins those of the next step. Called between two steps.
+        """Ends windows' holds and begins those of the next step. Called between two steps.
 
         ``leaving`` has the ids of blocks to hold, by the job_id of the store that reads them. At
         most half of the free blocks' number is held, so that the next step has enough.
         """
-        for job_id in list(self._held):
-            self.release(job_id)
-        if self._pool is None:
+        for job_id in list(self._of_windows):
+            self._release_windows(job_id)
+        if self._pool is None or not self._puts_last:
             return
         most = self._pool.get_num_free_blocks() // 2
         for job_id, block_ids in leaving.items():
@@ -53,11 +80,19 @@ class Holds:
                 continue
             most -= len(used)
             self._pool.touch(used)
-            self._held[job_id] = used
+            self._of_windows[job_id] = used
 
     def release(self, job_id: int) -> None:
-        """Ends the hold on a store's blocks, if there is one."""
-        blocks = self._held.pop(job_id, None)
+        """Ends the holds on a store's blocks, if there are any."""
+        self._release_windows(job_id)
+        blocks = self._of_finished.pop(job_id, None)
+        if blocks:
+            assert self._pool is not None
+            # As vLLM frees a request's: the end of the prompt is given out first.
+            self._pool.free_blocks(reversed(blocks))
+
+    def _release_windows(self, job_id: int) -> None:
+        blocks = self._of_windows.pop(job_id, None)
         if blocks:
             assert self._pool is not None
             self._pool.unpin_blocks(blocks, _not_our_concern)

@@ -39,8 +39,8 @@ class StepMetadata(KVConnectorMetadata):
     """Of blocks that are complete after this step."""
     last_stores: list[StoreSpec] = field(default_factory=list)
     """Of finished requests' blocks, which earlier steps completed."""
-    finished: list[str] = field(default_factory=list)
-    """Finished requests whose blocks vLLM keeps until each worker has reported the request."""
+    of_finished: list[int] = field(default_factory=list)
+    """job_ids of stores whose request has finished. Their blocks are held until they end."""
     has_forward: bool = True
     """False in a step without computation."""
     has_waiting: bool = False

@@ -109,7 +109,7 @@ class SchedulerHalf:
         self._stores_at_the_end = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
         # For the next step's metadata.
         self._last_stores: list[StoreSpec] = []
-        self._finished: list[str] = []
+        self._of_finished: list[int] = []
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self.holds.bind(pool)
@@ -192,11 +192,11 @@ class SchedulerHalf:
             news=self.link.take_news(),
             loads=self.loads.take_new(),
             last_stores=self._last_stores,
-            finished=self._finished,
+            of_finished=self._of_finished,
             has_forward=has_forward,
             has_waiting=len(self.records) > num_busy,
         )
-        self._last_stores, self._finished = [], []
+        self._last_stores, self._of_finished = [], []
         # vLLM waits for the loads, so they reach the workers whatever fails here.
         try:
             written = {block for spec in metadata.loads for block in spec.block_ids}
@@ -278,13 +278,13 @@ class SchedulerHalf:
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM must keep the blocks until the workers report the request, and the
-        kv_transfer_params of the response. ``block_ids`` has the request's blocks for each group.
+    ) -> dict[str, Any] | None:
+        """The kv_transfer_params of the response. ``block_ids`` has the request's blocks for each
+        group. vLLM frees them afterwards, those that are held excepted.
         """
         record = self.records.pop(request.request_id, None)
         if record is None:
-            return False, None
+            return None
         answer = _extra_tokens_answer(request, record)
         # vLLM itself keeps the blocks of a request that is loading.
         is_loading = self.loads.lose(request.request_id)
@@ -294,10 +294,11 @@ class SchedulerHalf:
                 self._plan_last_store(record, block_ids)
         finally:
             record.forget_lookup()
-        if is_loading or not record.jobs:
-            return False, answer
-        self._finished.append(request.request_id)
-        return True, answer
+        if record.jobs and not is_loading:
+            record.set_tables(block_ids)
+            self.holds.hold_finished(self.stores.reading_of(record))
+            self._of_finished += record.jobs
+        return answer
 
     def _plan_last_store(self, record: Record, block_ids: Sequence[Sequence[int]]) -> None:
         """Stores what the last step completed. The last token itself was never computed."""

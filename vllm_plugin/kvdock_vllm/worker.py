@@ -142,12 +142,12 @@ class WorkerHalf:
         """Notes the step's work, before any of it is done or asked for."""
         if metadata.news is not None:
             self.loads.expect(metadata.news)
-        # vLLM keeps the blocks of finished requests until they are stored, and other requests may
+        # The blocks of finished requests are held until they are stored, and other requests may
         # wait for them. So these stores begin before the step's kernels are queued.
         self._note_stores(metadata.last_stores)
         self.stores.begin()
         self._note_stores(metadata.stores)
-        self.stores.hold(metadata.finished)
+        self.stores.are_of_finished(metadata.of_finished)
         if not self._zeroes_blocks:
             self._start_loads(metadata)
 
@@ -171,9 +171,8 @@ class WorkerHalf:
         """Hands the noted stores to the background. Their blocks must have been computed."""
         self.stores.begin()
 
-    def get_finished(self, metadata: StepMetadata | None) -> tuple[set[str], set[str]]:
-        """Requests whose stores have ended (of those whose blocks vLLM holds) and whose loads have,
-        each once.
+    def take_loaded(self, metadata: StepMetadata | None) -> set[str]:
+        """Requests whose loads have ended, each once.
 
         :meth:`take_failed_blocks` and :meth:`take_failed_loads` must follow in the same step.
         """
@@ -182,7 +181,7 @@ class WorkerHalf:
             # Some versions of vLLM skip wait_for_save in a step without computation.
             self.stores.begin()
         if metadata is not None and metadata.has_waiting:
-            self.stores.free_held()
+            self.stores.free_finished()
         if metadata is not None and idle and self.loads.under_way:
             self._wait_for_loads(begins=bool(metadata.loads))
         self.link.something_ended.clear()
@@ -193,7 +192,7 @@ class WorkerHalf:
             loaded |= self._outcomes.filled
             self._outcomes.filled = set()
         self._steps_with_news = _NEWS_STEPS if loaded else max(0, self._steps_with_news - 1)
-        return self.stores.take_read(), loaded
+        return loaded
 
     def _wait_for_loads(self, *, begins: bool) -> None:
         """In a step without computation, unless vLLM is about to act on a load. ``begins``: this
@@ -208,7 +207,7 @@ class WorkerHalf:
             self.link.something_ended.wait(seconds)
 
     def _take_filled(self) -> set[str]:
-        """For the scheduler's half. Of loads that failed, :meth:`get_finished` tells vLLM."""
+        """For the scheduler's half. Of loads that failed, :meth:`take_loaded` tells vLLM."""
         self.loads.report(self._outcomes)
         filled, self._outcomes.filled = self._outcomes.filled, set()
         return filled

@@ -92,7 +92,7 @@ class Job(ABC):
 
     @abstractmethod
     def report(self, outcomes: Outcomes) -> None:
-        """Adds the outcome of the job, which has ended."""
+        """Adds the outcome of the job, which has ended or does nothing more to the engine."""
 
     @abstractmethod
     def _work(self) -> None:

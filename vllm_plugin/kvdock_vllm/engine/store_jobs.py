@@ -52,8 +52,11 @@ class StoreJob(Job):
         self._readers.end(self.reader)
 
     def report(self, outcomes: Outcomes) -> None:
-        outcomes.count(self._counts)
-        outcomes.stores[self.spec.job_id] = StoreOutcome(1, self._refused_from)
+        refused_from: int | None = self.spec.first_chunk
+        if self.ended:  # otherwise its thread still changes these
+            outcomes.count(self._counts)
+            refused_from = self._refused_from
+        outcomes.stores[self.spec.job_id] = StoreOutcome(1, refused_from)
 
     def _work(self) -> None:
         began = time.monotonic()
@@ -99,8 +102,8 @@ class StoreJobs:
         self._noted: list[StoreJob] = []
         self.under_way: list[StoreJob] = []
         """Stores not reported yet."""
-        self._held: set[str] = set()
-        """Finished requests whose blocks the engine holds until no store reads them."""
+        self._of_finished: set[int] = set()
+        """job_ids of those whose request has finished. Their blocks are held until they end."""
 
     def note(self, spec: StoreSpec) -> None:
         """Notes a store whose blocks are being computed."""
@@ -114,22 +117,16 @@ class StoreJobs:
             job.begin(self._threads)
         self._noted.clear()
 
-    def hold(self, request_ids: Iterable[str]) -> None:
-        """The engine holds the blocks of these requests."""
-        self._held.update(request_ids)
+    def are_of_finished(self, job_ids: Iterable[int]) -> None:
+        """The requests of these stores have finished."""
+        under_way = {job.spec.job_id for job in self.under_way}
+        self._of_finished.update(under_way.intersection(job_ids))
 
-    def take_read(self) -> set[str]:
-        """Requests whose blocks are held and no longer read, each once."""
-        reading = {job.request_id for job in self.under_way if not job.reader.has_let_go}
-        read = self._held - reading
-        self._held &= reading
-        return read
-
-    def free_held(self) -> None:
+    def free_finished(self) -> None:
         """Gives up the stores of finished requests, if the server keeps them waiting."""
-        if self._held and self._readers.is_late:
+        if self._of_finished and self._readers.is_late:
             for job in self.under_way:
-                if job.request_id in self._held:
+                if job.spec.job_id in self._of_finished:
                     self._give_up(job)
 
     def make_way(self, job_ids: Iterable[int]) -> None:
@@ -157,9 +154,11 @@ class StoreJobs:
 
     def report(self, outcomes: Outcomes) -> None:
         for job in list(self.under_way):
-            if job.ended:
+            # A store that was given up may still wait for the server. Its blocks need not.
+            if job.reader.has_let_go:
                 job.report(outcomes)
                 self.under_way.remove(job)
+                self._of_finished.discard(job.spec.job_id)
 
     def close(self) -> None:
         """Lets stores finish that take a moment, and gives up the others."""

@@ -5,9 +5,10 @@ what a window needs after the chunk it also needs in this step. Later a part may
 refused store is offered again. The other groups' parts are stored without it, and no hit ends
 there. Only without windows do chunks of generated tokens wait for others, or for the request's end.
 
-A store reads blocks for a while after the step. The engine keeps the blocks of a finished request,
-but gives away those of a preempted one, and those that a window has left behind. So each step names
-the stores whose blocks others will write to, and the workers end these stores before.
+A store reads blocks for a while after the step. Those of a finished request are held meanwhile
+(holds.py). But the engine gives away the blocks of a preempted one, and those that a window has
+left behind. So each step names the stores whose blocks others will write to, and the workers end
+these stores before.
 """
 
 from __future__ import annotations
@@ -197,6 +198,14 @@ class Stores:
             job_id for job_id, job in self._jobs.items() if not job.block_ids.isdisjoint(written)
         ]
 
+    def reading_of(self, record: Record) -> dict[int, list[int]]:
+        """Which blocks of a request its stores read, in the order of its tables, by job_id."""
+        blocks = [block for table in record.tables for block in table]
+        return {
+            job_id: [block for block in blocks if block in self._jobs[job_id].block_ids]
+            for job_id in record.jobs
+        }
+
     def leaving(self, num_scheduled: Mapping[str, int]) -> dict[int, list[int]]:
         """For each store the blocks of its parts that windows leave behind with the next step, or
         left behind before. ``num_scheduled`` has the tokens that this step computes, by request.
@@ -204,7 +213,7 @@ class Stores:
         found: dict[int, list[int]] = {}
         for job_id, job in self._jobs.items():
             request = job.record.request
-            # A preempted request's blocks are given away, a finished one's are kept.
+            # A preempted request's blocks are given away, a finished one's are held until stored.
             if not job.of_windows or job_id not in job.record.jobs or request.is_finished():
                 continue
             computed = request.num_computed_tokens + num_scheduled.get(request.request_id, 0)
