@@ -399,7 +399,7 @@ def core_with_memory(chunks: int, *, event_log: bool = False) -> Any:
     core = Core(
         slots,
         event_log=Limits(64 << 20, 1_000_000) if event_log else None,
-        make_policy=POLICIES[Config.eviction](pool),
+        policy=POLICIES[Config.eviction](pool),
     )
     request = cache_pb2.RegisterNamespaceRequest(namespace=NAMESPACE.to_proto())
     verbs.register_namespace(core, None, request)

@@ -108,7 +108,7 @@ def core_of(pool: int, *, slab: int = 0) -> Core:
     """A core over an empty pool of ``pool`` bytes. ``slab`` 0: slabs as large as the server's."""
     slots = SlotAllocator(pool, slab or slab_bytes(pool))
     slots.add(0, slots.limit_bytes)
-    return Core(slots, make_policy=POLICIES[Config.eviction](slots.limit_bytes))
+    return Core(slots, policy=POLICIES[Config.eviction](slots.limit_bytes))
 
 
 def share_of_fresh(pair: Pair, prompt_chunks: int) -> float:

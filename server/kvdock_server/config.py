@@ -101,7 +101,9 @@ class Config:
     chunk_tokens: int = _setting(
         32, _chunk_tokens, "N", "tokens a chunk that engines are told to use (32)"
     )
-    eviction: str = _setting("lru", _eviction, "NAME", "lru or lru-with-memory (lru)")
+    eviction: str = _setting(
+        "lru-with-memory", _eviction, "NAME", "lru or lru-with-memory (lru-with-memory)"
+    )
     numa: str = _setting("auto", _numa, "MODE", "auto: cache near each GPU; off: evenly (auto)")
     event_log: int = _setting(0, _size, "SIZE", "memory for the log of KV events; 0: none (0)")
     event_log_count: int = _setting(

@@ -55,7 +55,7 @@ async def run(config: Config) -> None:
                 pool.slots,
                 still_mapped=lambda session: pool.segment.is_guarded(session.guard),
                 event_log=limits if config.event_log else None,
-                make_policy=POLICIES[config.eviction](pool.slots.limit_bytes),
+                policy=POLICIES[config.eviction](pool.slots.limit_bytes),
             )
             server = Server(core, pool, transfers, config.chunk_tokens)
             metrics = MetricsEndpoint(core, pool, loop, config.metrics_listen)

@@ -24,7 +24,6 @@ from kvdock_server.core import Core, LeaseRange, LockRange
 from kvdock_server.core.sessions import Role, Session
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.chunk import Chunk, Part
-from kvdock_server.index.eviction import LeastRecentlyUsed
 from kvdock_server.index.index import ReserveStatus, Slot
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 from kvdock_server.steps import at_once
@@ -266,9 +265,9 @@ def test_parts_that_were_used_are_in_their_order_too() -> None:
     for number in reversed(range(1, 40)):
         (span,) = core.index.find(core.index.space("n"), prompt(number))
         core.index.touch([span])
-    (policy,) = core.index._reclaimer._policies.values()
+    (queue,) = core.index._reclaimer._queues.values()
     order = []
-    while (part := policy.first()) is not None:
+    while (part := queue.first()) is not None:
         order.append(part.chunk.key)
         at_once(core.evict_in_steps(1))
     assert order == [key(number) for number in (0, *reversed(range(1, 40)))]
@@ -278,14 +277,14 @@ def test_finding_out_what_goes_first_takes_no_more_looks_than_it_is_given() -> N
     core = make_core(40)
     for number in range(40):
         store(core, prompt(number))
-    (policy,) = core.index._reclaimer._policies.values()
-    assert policy.settle(1)
+    (queue,) = core.index._reclaimer._queues.values()
+    assert queue.settle(1)
     for number in range(40):
         (span,) = core.index.find(core.index.space("n"), prompt(number))
         core.index.touch([span])
-    assert not policy.settle(7)
-    assert not policy.settle(30)
-    assert policy.settle(7)
+    assert not queue.settle(7)
+    assert not queue.settle(30)
+    assert queue.settle(7)
 
 
 def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:
@@ -295,9 +294,8 @@ def test_what_grew_is_not_all_found_out_when_memory_is_wanted() -> None:
             path = (talk, *range(turn))
             parent = prompt(*path)[-2] if turn else b""
             assert store(core, [key(*path)], parent) == [ReserveStatus.RESERVED]
-    (policy,) = core.index._reclaimer._policies.values()
-    assert isinstance(policy, LeastRecentlyUsed)
-    assert len(policy._heap) < 3 * 64
+    (queue,) = core.index._reclaimer._queues.values()
+    assert len(queue._heap) < 3 * 64
     assert at_once(core.evict_all_in_steps()) == (64 * 40, 64 * 40 * PAGE_BYTES)
 
 

@@ -177,7 +177,7 @@ class ServerMachine(RuleBasedStateMachine):
             clock=self.clock,
             still_mapped=lambda session: self.mapped[session.guard],
             event_log=Limits(1 << 20, events) if events else None,
-            make_policy=POLICIES[policy](SLABS * SLAB),
+            policy=POLICIES[policy](SLABS * SLAB),
         )
         self.events = EventReader(self.core.events) if self.core.events else None
         self.model = Model(self.clock, SLABS * SLAB, has_events=bool(events))

@@ -27,24 +27,28 @@ SLAB = 4 * PAGE_BYTES
 class ServerPool:
     """A server's core, used as the policies of ``kvdock replay`` are."""
 
-    def __init__(self, policy: str, chunks: int, *, shards: int = 1) -> None:
+    def __init__(self, policy: str, chunks: int, *, shards: int = 1, other_pages: int = 0) -> None:
+        """``other_pages``: the pages of a chunk of a second namespace, "other"."""
         slots = SlotAllocator(chunks * shards * PAGE_BYTES, SLAB)
         slots.add(0, slots.limit_bytes)
         assert slots.limit_bytes == chunks * shards * PAGE_BYTES
-        self.core = Core(slots, make_policy=POLICIES[policy](slots.limit_bytes))
+        self.core = Core(slots, policy=POLICIES[policy](slots.limit_bytes))
         self.shards = shards
         group = Group(None, GroupKind.FULL_ATTENTION, 0, (PAGE_BYTES,) * shards)
         self.core.index.register(Namespace("n", 16, shards, (group,)))
+        if other_pages:
+            group = Group(None, GroupKind.FULL_ATTENTION, 0, (other_pages * PAGE_BYTES,))
+            self.core.index.register(Namespace("other", 16, 1, (group,)))
 
-    def use(self, prompt: Sequence[int]) -> int:
+    def use(self, prompt: Sequence[int], name: str = "n") -> int:
         keys = [(block + 1).to_bytes(32, "little") for block in prompt]
-        hit = self.core.lookup(None, "n", keys)
+        hit = self.core.lookup(None, name, keys)
         if hit.lease is not None:
             at_once(self.core.leases.release_in_steps(hit.lease))
         parent = keys[hit.chunks - 1] if hit.chunks else b""
         for shard in range(self.shards if hit.chunks < len(keys) else 0):
             rest = keys[hit.chunks :]
-            steps = self.core.reserve_in_steps(None, "n", None, shard, parent, rest)
+            steps = self.core.reserve_in_steps(None, name, None, shard, parent, rest)
             for slot in at_once(steps):
                 if isinstance(slot, Slot):
                     self.core.seal(slot)
@@ -88,6 +92,18 @@ def test_a_small_pool_finds_more_with_memory_and_a_large_one_no_less(
     assert with_memory >= least * lru
 
 
+@pytest.mark.parametrize(("size", "other_pages", "least"), [(192, 2, 1.5), (768, 3, 1.05)])
+def test_chunks_of_two_sizes_compete_by_the_same_rank(
+    size: int, other_pages: int, least: float
+) -> None:
+    found = {}
+    for policy in (LRU, MEMORY):
+        pool = ServerPool(policy, size, other_pages=other_pages)
+        prompts = chats(7, 600, users=30)
+        found[policy] = sum(pool.use(one, "other" if one[0] % 2 else "n") for one in prompts)
+    assert found[MEMORY] >= least * found[LRU]
+
+
 def test_what_comes_back_late_outlives_what_passes() -> None:
     late: Prompts = [(number,) for number in range(8)]
     passing = iter(range(100, 10_000))
@@ -125,14 +141,13 @@ def test_the_ends_of_prompts_go_first_also_when_they_were_used_again() -> None:
 
 
 def test_cleared_parts_are_not_remembered() -> None:
-    evicted = EvictedParts(64)
-    policy = remembered.LruWithMemory(evicted, 1 << 20)
+    policy = remembered.LruWithMemory(1 << 20)
     group = Group(None, GroupKind.FULL_ATTENTION, 0, (PAGE_BYTES,))
     space = NamespaceIndex(Namespace("n", 16, 1, (group,)))
     part = Part(Chunk(space, bytes(32), None), 0, 1)
     space.clear()
-    policy.discard(part)
-    assert part not in evicted
+    policy.evicted(part)
+    assert part not in policy._evicted
 
 
 def test_the_memory_of_what_was_evicted_has_one_size_and_forgets() -> None:

@@ -29,7 +29,7 @@ from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.ids import new_id
-from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
+from kvdock_server.index.eviction import EvictionPolicy
 from kvdock_server.index.index import Index, ReserveStatus, Slot
 from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
@@ -79,12 +79,12 @@ class Core:
         *,
         still_mapped: Callable[[Session], bool] = lambda session: False,
         event_log: Limits | None = None,
-        make_policy: MakePolicy = LeastRecentlyUsed,
+        policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = new_id()
         self.backlog = Backlog()
-        self.index = Index(slots, self.backlog, make_policy)
+        self.index = Index(slots, self.backlog, policy)
         self.events: Publisher | None = None
         if event_log is not None:
             self.events = Publisher(self.epoch, Log(event_log), self.backlog)

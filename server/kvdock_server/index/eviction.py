@@ -1,49 +1,55 @@
 """Which part is evicted first when memory is wanted.
 
-A policy only orders parts. ``Part.is_evictable`` says which parts may be evicted at all. The index
-tells the policy of each part that becomes evictable. It does not tell when a part ceases to be
-evictable, since that would cost every lookup. The policy finds out when the part's turn comes.
+A policy only ranks parts. ``Part.is_evictable`` says which parts may be evicted at all. The index
+tells a queue of each part that becomes evictable. It does not tell when a part ceases to be
+evictable, since that would cost every lookup. The queue finds out when the part's turn comes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
 from itertools import count
-from operator import attrgetter
 from typing import Final, TypeAlias
 
 from kvdock_server.index.chunk import Part
 
 
 class EvictionPolicy(ABC):
-    """An order of parts whose slots have the same sizes."""
+    """Ranks the parts of a pool, whatever their sizes: the lowest rank is evicted first."""
 
     @abstractmethod
-    def __len__(self) -> int:
-        """How many parts the policy has, those that have left the index included."""
+    def rank(self, part: Part) -> int:
+        """Never below ``part.last_used``, and no lower after a use than before."""
 
     @abstractmethod
-    def add(self, part: Part) -> None:
-        """Take in a part that may be evicted from now on. The policy may have it already."""
+    def latest_rank(self, use: int) -> int:
+        """The highest rank of a part that was last used at ``use``, as in ``Part.last_used``."""
 
     @abstractmethod
-    def discard(self, part: Part) -> None:
-        """A part that was added has left the index."""
+    def added(self, part: Part) -> None:
+        """A part may be evicted from now on."""
 
     @abstractmethod
-    def settle(self, looks: int) -> bool:
-        """Find out which part is first, with ``looks`` looks at parts; False if it takes more."""
-
-    @abstractmethod
-    def first(self) -> Part | None:
-        """The part to evict first; None if none may be evicted. Fast once ``settle`` was True."""
+    def evicted(self, part: Part) -> None:
+        """A part has left the index. It could have been evicted before."""
 
 
-MakePolicy: TypeAlias = Callable[[], EvictionPolicy]
+class LeastRecentlyUsed(EvictionPolicy):
+    """The part whose last use lies furthest back goes first."""
 
-Rank: TypeAlias = Callable[[Part], int]
+    def rank(self, part: Part) -> int:
+        return part.last_used
+
+    def latest_rank(self, use: int) -> int:
+        return use
+
+    def added(self, part: Part) -> None:
+        pass
+
+    def evicted(self, part: Part) -> None:
+        pass
+
 
 _Entry: TypeAlias = tuple[int, int, Part]
 
@@ -53,8 +59,8 @@ _MOVES_A_CHANGE: Final = 4
 _LOOKS_A_TURN: Final = 1_000
 
 
-class LowestRankFirst(EvictionPolicy):
-    """The part of the lowest rank goes first.
+class EvictionQueue:
+    """Parts that may be evicted and whose slots have the same sizes, the lowest rank first.
 
     The parts are in a heap, by their ranks when they were added. A part whose rank has risen since,
     as it does with a use, gets its new place when it comes to the front. ``Part.queued`` keeps each
@@ -64,32 +70,39 @@ class LowestRankFirst(EvictionPolicy):
     change. They are taken from the end of the old heap, since what remains of it is a heap then.
     """
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
         self._heap: list[_Entry] = []
         self._old: list[_Entry] = []
         self._gone = 0
         self._tie = count()
 
     def __len__(self) -> int:
+        """How many parts the queue has, those that have left the index included."""
         return len(self._heap) + len(self._old)
 
     def add(self, part: Part) -> None:
+        """Take in a part that may be evicted from now on. The queue may have it already."""
         if not part.queued:
             part.queued = True
-            heappush(self._heap, (self._rank(part), next(self._tie), part))
+            self._policy.added(part)
+            heappush(self._heap, (self._policy.rank(part), next(self._tie), part))
         self._keep_tidy()
 
     def discard(self, part: Part) -> None:
+        """A part that was added has left the index."""
+        self._policy.evicted(part)
         self._gone += 1
         self._keep_tidy()
 
     def settle(self, looks: int) -> bool:
+        """Find out which part is first, with ``looks`` looks at parts; False if it takes more."""
         while looks and not self._is_right(self._front()):
             looks -= 1
         return looks > 0
 
     def first(self) -> Part | None:
+        """The part to evict first; None if none may be evicted. Fast once ``settle`` was True."""
         while not self.settle(_LOOKS_A_TURN):
             pass
         front = self._front()
@@ -109,7 +122,7 @@ class LowestRankFirst(EvictionPolicy):
         if not part.is_evictable:
             self._forget(heappop(heap))
             return False
-        rank = self._rank(part)
+        rank = self._policy.rank(part)
         if rank > queued_rank:
             heapreplace(heap, (rank, next(self._tie), part))
             return False
@@ -133,10 +146,3 @@ class LowestRankFirst(EvictionPolicy):
         part = entry[2]
         part.queued = False
         self._gone -= part.detached
-
-
-class LeastRecentlyUsed(LowestRankFirst):
-    """The part whose last use lies furthest back goes first."""
-
-    def __init__(self) -> None:
-        super().__init__(attrgetter("last_used"))

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.chunk import NO_SLOT, Chunk, NamespaceIndex, Part
-from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
+from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvdock_server.index.hits import longest_hit
 from kvdock_server.index.namespace import GroupKind, Namespace
 from kvdock_server.index.reclaim import Reclaimer
@@ -87,14 +87,14 @@ _OVERDUE_AT_ONCE = 10_000
 class Index:
     """All namespaces of a server, over one allocator of memory.
 
-    ``make_policy`` makes the eviction policy for parts with slots of the same sizes.
+    ``policy`` says what is evicted first; None: what was unused for the longest time.
     """
 
     def __init__(
         self,
         slots: SlotAllocator,
         backlog: Backlog,
-        make_policy: MakePolicy = LeastRecentlyUsed,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         self.totals = Totals()
         self.watchers: list[Watcher] = []
@@ -103,7 +103,7 @@ class Index:
         self.pinned_parts = 0
         self._slots = slots
         self._backlog = backlog
-        self._reclaimer = Reclaimer(slots, backlog, self._evict, make_policy)
+        self._reclaimer = Reclaimer(slots, backlog, self._evict, policy or LeastRecentlyUsed())
         self._spaces: dict[str, NamespaceIndex] = {}
         self._pending: dict[Part, float] = {}
         self._use = 0  # counts uses and the bytes that were reserved; see Part.last_used

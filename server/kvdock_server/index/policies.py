@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
-from kvdock_server.index.remembered import lru_with_memory
+from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvdock_server.index.remembered import LruWithMemory
 
-POLICIES: Final[Mapping[str, Callable[[int], MakePolicy]]] = {
-    "lru-with-memory": lru_with_memory,
-    "lru": lambda pool_bytes: LeastRecentlyUsed,
+POLICIES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
+    "lru-with-memory": LruWithMemory,
+    "lru": lambda pool_bytes: LeastRecentlyUsed(),
 }
 """By name, for a pool of some bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvdock_server.index.chunk import Part
-from kvdock_server.index.eviction import EvictionPolicy, LowestRankFirst, MakePolicy
+from kvdock_server.index.eviction import EvictionPolicy
 
 _FEWEST_CELLS: Final = 1 << 20
 _BYTES_A_CELL: Final = 1 << 16
@@ -45,7 +45,7 @@ class EvictedParts:
         return number & self._mask, number >> 32 & 0xFFFFFFFF or 1
 
 
-class LruWithMemory(LowestRankFirst):
+class LruWithMemory(EvictionPolicy):
     """The part whose last use lies furthest back goes first, but what was used again has a start.
 
     A part was used again if a lookup has hit it, or if it was evicted before. It counts as used
@@ -53,36 +53,26 @@ class LruWithMemory(LowestRankFirst):
     a pool that holds nearly all that is used again, it is nothing.
     """
 
-    def __init__(self, evicted: EvictedParts, pool_bytes: int) -> None:
-        super().__init__(self._rank_of)
-        self._evicted = evicted
+    def __init__(self, pool_bytes: int) -> None:
+        cells = 1 << ((pool_bytes - 1) // _BYTES_A_CELL).bit_length()
+        self._evicted = EvictedParts(max(cells, _FEWEST_CELLS))
         self._pool_bytes = pool_bytes
         self._share = 0.0  # of the last pool_bytes or so that were evicted: had been evicted before
         self._head_start = 0  # bytes stored, as Part.last_used
 
-    def add(self, part: Part) -> None:
-        if not part.queued and not part.used_again:
-            part.used_again = part in self._evicted
-        super().add(part)
+    def rank(self, part: Part) -> int:
+        return part.last_used + self._head_start if part.used_again else part.last_used
 
-    def discard(self, part: Part) -> None:
+    def latest_rank(self, use: int) -> int:
+        return use + self._head_start
+
+    def added(self, part: Part) -> None:
+        if not part.used_again:
+            part.used_again = part in self._evicted
+
+    def evicted(self, part: Part) -> None:
         space = part.chunk.space
         if not space.is_cleared:
             weight = sum(space.namespace.groups[part.position].shard_bytes) / self._pool_bytes
             self._share += (self._evicted.add(part) - self._share) * min(1.0, weight)
             self._head_start = int(HEAD_START * self._share * self._pool_bytes)
-        super().discard(part)
-
-    def _rank_of(self, part: Part) -> int:
-        return part.last_used + self._head_start if part.used_again else part.last_used
-
-
-def lru_with_memory(pool_bytes: int) -> MakePolicy:
-    """Makes policies that share one memory."""
-    cells = 1 << ((pool_bytes - 1) // _BYTES_A_CELL).bit_length()
-    evicted = EvictedParts(max(cells, _FEWEST_CELLS))
-
-    def make() -> EvictionPolicy:
-        return LruWithMemory(evicted, pool_bytes)
-
-    return make

@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple, Protocol
 
 from kvdock_server.index.chunk import NO_SLOT, Chunk, Part, with_descendants
+from kvdock_server.index.eviction import EvictionPolicy
 from kvdock_server.steps import Steps
 from kvdock_server.tiers.host.slots import Run, SlotAllocator
 
@@ -41,12 +42,13 @@ class _Contents(NamedTuple):
     """What leaves if slots are emptied.
 
     ``roots`` are the chunks that lie in the slots. ``chunks`` counts them and all that extend them.
-    ``newest`` is the latest use of any of these.
+    ``newest`` is the highest rank, and ``last_used`` the latest use, of any of these.
     """
 
     roots: list[Chunk]
     chunks: int
     newest: int
+    last_used: int
 
     @property
     def are_cheap(self) -> bool:
@@ -65,8 +67,8 @@ class _Kind(NamedTuple):
 class _Place(NamedTuple):
     """A place from slab ``-minus_first`` on, in the order in which places are looked into.
 
-    ``newest`` is the latest use of what was found there. Of places with the same use the last one
-    comes first: the slots of a prompt ascend, so its end lies there.
+    ``newest`` is the highest rank of what was found there. Of places with the same rank the last
+    one comes first: the slots of a prompt ascend, so its end lies there.
     """
 
     newest: int
@@ -76,45 +78,52 @@ class _Place(NamedTuple):
 class Windows:
     """Empties places. ``sealed`` has the part of each sealed slot, by the slot's offset."""
 
-    def __init__(self, slots: SlotAllocator, sealed: dict[int, Part], evict: Evict) -> None:
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        sealed: dict[int, Part],
+        evict: Evict,
+        policy: EvictionPolicy,
+    ) -> None:
         self._slots = slots
         self._sealed = sealed
         self._evict = evict
+        self._policy = policy
         # Heaps. Since a place was ranked, what lies there may have been used again. Or the newest
         # of it has left: then the place is looked into later than it could be.
         self._places: dict[_Kind, list[_Place]] = {}
 
     def empty_window(
-        self, slot_bytes: int, before: int, use: int, *, at_any_cost: bool = False
+        self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
     ) -> Steps[int | None]:
-        """A slot in a window of other sizes, in which all was last used before ``before``.
+        """A slot in a window of other sizes, in which all has a lower rank than ``before``.
 
-        None if there is no such window. ``use`` is the index's use counter (no clock), as in
-        ``Part.last_used``.
+        None if there is no such window. ``now`` is the highest rank that a part may have.
         """
         kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
-        return (yield from self._empty_one(kind, before, use, at_any_cost))
+        return (yield from self._empty_one(kind, before, now, at_any_cost))
 
     def empty_gap(
-        self, slot_bytes: int, before: int, use: int, *, at_any_cost: bool = False
+        self, slot_bytes: int, before: int, now: int, *, at_any_cost: bool = False
     ) -> Steps[int | None]:
         """Likewise a slot in a makeshift run: in slabs that need be no window."""
         shortest = self._slots.shortest(slot_bytes)
         if shortest == self._slots.window_slabs(slot_bytes) == 1:
             return None  # every slab is a window
         kind = _Kind(slot_bytes, shortest, are_windows=False)
-        return (yield from self._empty_one(kind, before, use, at_any_cost))
+        return (yield from self._empty_one(kind, before, now, at_any_cost))
 
-    def rebuild_around(self, oldest: Part, slot_bytes: int, use: int) -> Steps[int | None]:
+    def rebuild_around(self, oldest: Part, slot_bytes: int, now: int) -> Steps[int | None]:
         """If part ``oldest`` lies in a makeshift run: empty the window around it; a slot there.
 
-        None unless all that lies in the window is about as old as the part: chunks of its size were
-        last used in the first half of the time since the part was used, chunks of other sizes
-        before the part. Nor may more chunks lie in the window than it will have slots.
+        None unless all that lies in the window is about as old as the part: chunks of its size at
+        least half as old, chunks of other sizes older. Nor may more chunks lie in the window than
+        it will have slots.
         """
         kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
         makeshift = self._makeshift_run(oldest, slot_bytes)
-        half_time = (oldest.last_used + use) // 2
+        rank = self._policy.rank(oldest)
+        half_time = (rank + now) // 2
         if makeshift is None or makeshift.not_before >= half_time:
             return None
         first = self._slots.window_of(makeshift.base, slot_bytes)
@@ -132,8 +141,9 @@ class Windows:
             mine.roots + others.roots,
             mine.chunks + others.chunks,
             max(mine.newest, others.newest),
+            max(mine.last_used, others.last_used),
         )
-        if mine.newest >= half_time or others.newest >= oldest.last_used:
+        if mine.newest >= half_time or others.newest >= rank:
             makeshift.not_before = contents.newest
             return None
         if len(contents.roots) > slots:
@@ -150,10 +160,10 @@ class Windows:
     # Choosing
 
     def _empty_one(
-        self, kind: _Kind, before: int, use: int, at_any_cost: bool
+        self, kind: _Kind, before: int, now: int, at_any_cost: bool
     ) -> Steps[int | None]:
         while True:
-            chosen = yield from self._choose(kind, before, use, at_any_cost)
+            chosen = yield from self._choose(kind, before, now, at_any_cost)
             if chosen is None:
                 return None
             offset = yield from self._empty(kind, *chosen)
@@ -161,12 +171,12 @@ class Windows:
                 return offset
 
     def _choose(
-        self, kind: _Kind, before: int, use: int, at_any_cost: bool
+        self, kind: _Kind, before: int, now: int, at_any_cost: bool
     ) -> Steps[tuple[int, _Contents] | None]:
         """First slab and contents of a place to empty: a cheap one, or the cheapest of some.
 
-        The longest unused places are looked into first. Each is ranked anew by what is found there:
-        as used ``use`` if it cannot be emptied, as used at ``before`` if that costs very much.
+        The oldest places are looked into first. Each is ranked anew by what is found there: ``now``
+        if it cannot be emptied, ``before`` if that costs very much.
         """
         places = self._places.get(kind)
         if places is None:
@@ -178,7 +188,7 @@ class Windows:
         try:
             while candidates < _PLACES_TO_CHOOSE_FROM and places and places[0].newest < before:
                 place = heappop(places)
-                looked_into.append(place._replace(newest=use))
+                looked_into.append(place._replace(newest=now))
                 yield
                 first = -place.minus_first
                 most = best[1].chunks if best is not None else _CHUNKS_AT_ONCE
@@ -208,12 +218,12 @@ class Windows:
         return best
 
     def _rank_all(self, kind: _Kind) -> Steps[list[_Place]]:
-        """All places of a kind, each by the latest use of the chunks that begin its runs."""
+        """All places of a kind, each by the highest rank of the chunks that begin its runs."""
         places: list[_Place] = []
         step = kind.slabs if kind.are_windows else 1
         for first in range(0, self._slots.slabs - kind.slabs + 1, step):
             parts = [self._sealed.get(r.base) for r in self._slots.runs_in(first, kind.slabs) or ()]
-            newest = max((part.chunk.last_used for part in parts if part is not None), default=0)
+            newest = max((self._rank(part.chunk) for part in parts if part is not None), default=0)
             places.append(_Place(newest, -first))
             yield
         heapify(places)
@@ -245,17 +255,22 @@ class Windows:
                     return None  # the slot is being written, or its chunk was cleared and is read
                 roots.append(part.chunk)
             yield
-        chunks = newest = 0
+        chunks = newest = last_used = 0
         for chunk in with_descendants(roots):
             if chunk.in_use:
                 return None
             chunks += 1
-            newest = max(newest, chunk.last_used)
+            newest = max(newest, self._rank(chunk))
+            last_used = max(last_used, chunk.last_used)
             if most is not None and chunks > most:
                 break
             if chunks % _LOOKS_A_STEP == 0:
                 yield
-        return _Contents(roots, chunks, newest)
+        return _Contents(roots, chunks, newest, last_used)
+
+    def _rank(self, chunk: Chunk) -> int:
+        """The highest rank of any of its parts; 0 if it has none."""
+        return max((self._policy.rank(part) for part in chunk.parts if part is not None), default=0)
 
     # Emptying
 
@@ -266,7 +281,7 @@ class Windows:
         self._slots.claim(first, kind.slabs)
         try:
             for root in contents.roots:
-                if not (yield from self._evict_all(root, contents.newest)):
+                if not (yield from self._evict_all(root, contents.last_used)):
                     return None
             if not self._slots.is_empty(first, kind.slabs):
                 return None
@@ -276,16 +291,16 @@ class Windows:
             self._slots.release(first, kind.slabs)
         return self._slots.allocate_anywhere(kind.slot_bytes)
 
-    def _evict_all(self, root: Chunk, newest: int) -> Steps[bool]:
+    def _evict_all(self, root: Chunk, last_used: int) -> Steps[bool]:
         """Evict a chunk and all that extends it, children first.
 
-        False if one of them is in use, or was used after ``newest``.
+        False if one of them is in use, or was used after ``last_used``.
         """
         chunk = root
         while root.is_known:
             while chunk.first_child is not None:
                 chunk = chunk.first_child
-            if chunk.in_use or chunk.last_used > newest:
+            if chunk.in_use or chunk.last_used > last_used:
                 return False
             above = chunk.parent
             self._evict(chunk, *chunk.parts)
