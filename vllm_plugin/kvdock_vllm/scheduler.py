@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock_vllm import ended_loads
 from kvdock_vllm.blocks import blocks_written, follow_blocks
-from kvdock_vllm.config import Config
+from kvdock_vllm.config import RECOMPUTE, Config
 from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
 from kvdock_vllm.engine.load_waits import LoadWaits
 from kvdock_vllm.engine.loads import Loads
@@ -76,7 +76,7 @@ class SchedulerHalf:
         Raises ValueError for what is not supported.
         """
         transfer: Any = vllm_config.kv_transfer_config
-        _set_load_failure_policy(transfer)
+        _set_load_failure_policy(transfer, config.load_failure_policy)
         self._shapes = shapes
         self._save_decode = config.save_decode
         # A load begins where whole blocks of every group are computed.
@@ -360,24 +360,28 @@ class SchedulerHalf:
             self._relay.close()
 
 
-def _set_load_failure_policy(transfer: Any) -> None:
+def _set_load_failure_policy(transfer: Any, policy: str) -> None:
     """Sets and logs vLLM's policy for failed loads. vLLM's scheduler reads it after our
     constructor.
 
     With "fail", vLLM's default, the request ends with an error, which no failure of a cache should
-    cause. vLLM's config does not tell whether the user chose "fail".
+    cause unasked. vLLM's config does not tell whether the user chose "fail", so we have a setting.
     """
     given = transfer.kv_load_failure_policy
-    transfer.kv_load_failure_policy = "recompute"
-    if given == "recompute":
-        _log.info("kv_load_failure_policy is recompute, as it was set: KVDock knows no other")
-    else:
-        _log.info(
-            "kv_load_failure_policy is recompute: KVDock sets it in place of %s, which is vLLM's "
-            "default and is not honoured where it was chosen either. What cannot be loaded is "
-            "computed, and no request ends with an error for it",
-            given,
-        )
+    transfer.kv_load_failure_policy = policy
+    what = (
+        "what cannot be loaded is computed, and no request ends with an error for it"
+        if policy == RECOMPUTE
+        else "a request of which something cannot be loaded ends with an error"
+    )
+    _log.info(
+        "kvdock.load_failure_policy is %s: %s%s",
+        policy,
+        what,
+        ""
+        if given == policy
+        else f". vLLM's kv_load_failure_policy was {given} and is now the same",
+    )
 
 
 def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
