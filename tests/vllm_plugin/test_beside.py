@@ -302,12 +302,14 @@ def test_an_abort_while_either_loads(start_engine: StartEngine, order: str) -> N
 
 @ORDERS
 def test_a_request_that_waits_for_our_load_gets_its_blocks(
-    start_engine: StartEngine, order: str
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     engine = start_engine(**other(order=order))
     engine.generate(prompt(6 * C))
     clear_shelves()
     engine.forget()
+    # The first load lasts until all have asked.
+    slow_copies(monkeypatch, 0.2)
     for name in "abc":
         engine.add(name, [*prompt(6 * C), 7, ord(name)], max_tokens=3, kv_transfer_params=ASK)
     engine.run()
