@@ -72,7 +72,9 @@ class _Held:
 
 
 class OtherConnector(KVConnectorBase_V1, SupportsHMA):
-    """For models of one group."""
+    """For models of one group. With ``load`` none and without ``hold_steps`` it does nothing, for
+    any model.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -130,9 +132,9 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
         return tokens, tokens > 0 and self.is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        (table,) = blocks.get_block_ids()
         if not num_external_tokens:
             return
+        (table,) = blocks.get_block_ids()
         self.loaded_tokens += num_external_tokens
         keys = list(self._keys(request, request.num_tokens - 1))
         first = self.computed[request.request_id] // self.block_tokens
@@ -144,6 +146,8 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         metadata, self.next = self.next, Metadata()
+        if self.loads_nothing and not self.hold_steps:
+            return metadata
         computed = {}
         for new in scheduler_output.scheduled_new_reqs:
             (table,) = new.block_ids

@@ -11,8 +11,9 @@ import pytest
 from modelkit import Llama, make_checkpoint
 from other_connector import FAILING, SHELVES, OtherConnector, child
 from simkit import ASK, C, StartEngine, assert_nothing_held, extra, prompt, slow_copies, status
-from simulator import kv_cache_config
+from simulator import Layers, kv_cache_config
 from vllm import EngineArgs
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -149,6 +150,20 @@ def test_preemption_aborts_and_few_blocks(
                 assert outcome.tokens == expected
         engine.scheduler.reset_prefix_cache()
     assert engine.others[0].loaded_tokens or order == "behind"
+
+
+@ORDERS
+def test_a_model_with_windows(start_engine: StartEngine, order: str) -> None:
+    if not connector_module._MAY_FAIL_WHOLE:
+        pytest.skip("this version cannot tell of a load that failed as a whole")
+    engine = start_engine(
+        groups=(Layers(), Layers(32, window=150)), **other(order=order, load="none")
+    )
+    cold = engine.generate(prompt(6 * C + 5), max_tokens=70)
+    engine.forget()
+    warm = engine.generate(prompt(6 * C + 5), max_tokens=70, kv_transfer_params=ASK)
+    assert warm.tokens == cold.tokens
+    assert extra(warm) == 6 * C
 
 
 # -- blocks that are read or filled ----------------------------------------------------------------
@@ -350,6 +365,11 @@ def config_of(tmp_path: Path, *connectors: dict[str, Any], **outer: Any) -> Any:
     ).create_engine_config()
 
 
+def ours_of(config: Any) -> Any:
+    """Our form of MultiConnector."""
+    return KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+
+
 OURS = {"kv_connector": "KVDockConnector", "kv_role": "kv_both"}
 
 
@@ -360,7 +380,7 @@ def test_two_wishes_for_a_layout_do_not_stop_the_start(
     monkeypatch.setattr(connector_module, "_on_cuda", lambda: True)
     theirs = child("a", layout="LBHNC")
     config = config_of(tmp_path, *([theirs, OURS] if order == "before" else [OURS, theirs]))
-    made: Any = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    made = ours_of(config)
     assert issubclass(made, MultiConnector)
     assert made.get_required_kvcache_layout(config) == "LBHNC"
     # vLLM's own form raises where KVDock wishes as if it were alone.
@@ -428,6 +448,21 @@ def test_the_log_names_what_kvdock_has_not_run_beside(
         warnings = [one for one in caplog.messages if "has not been run beside" in one]
         assert len(warnings) == named
         assert all("OtherConnector" in one and "Example" not in one for one in warnings)
+        made.shutdown()
+
+
+def test_a_worker_warns_where_vllm_did_not_load_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvdock_vllm"), "parent", logging.getLogger())
+    config = config_of(tmp_path, OURS, child("a"))
+    for form, warned in ((MultiConnector, True), (ours_of(config), False)):
+        caplog.clear()
+        # As vLLM does it in a worker.
+        with set_current_vllm_config(config):
+            made: Any = form(config, KVConnectorRole.WORKER, kv_cache_config(16))
+        warnings = [one for one in caplog.messages if "has not loaded KVDock's plugin" in one]
+        assert len(warnings) == warned
         made.shutdown()
 
 
