@@ -235,7 +235,9 @@ class SchedulerHalf:
             metadata.overwritten = list(self.stores.under_way)
         try:
             follow_blocks(self.records, scheduler_output, self.loads.under_way)
-            metadata.in_doubt = self.others_loads.begin_step(tokens_computed(scheduler_output))
+            if self.others_loads.have_begun:
+                computed = tokens_computed(scheduler_output)
+                metadata.in_doubt = self.others_loads.begin_step(computed)
             metadata.stores = self._plan_stores(scheduler_output)
             self.holds.renew(self.stores.leaving(scheduler_output.num_scheduled_tokens))
         except Exception:

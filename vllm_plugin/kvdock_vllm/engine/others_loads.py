@@ -48,6 +48,11 @@ class OthersLoads:
         """A request has these blocks. ``first_token`` tokens of it were computed before."""
         self._given[request_id] = _Given(first_token, [list(table) for table in tables])
 
+    @property
+    def have_begun(self) -> bool:
+        """Whether requests got blocks since the last step."""
+        return bool(self._given)
+
     def may_be_written(self) -> Iterator[int]:
         """Blocks to which other connectors may write from this step on."""
         for given in self._given.values():
