@@ -16,7 +16,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 # The connectors that KVDock has run beside in real engines.
-_KNOWN = frozenset({"ExampleConnector"})
+_KNOWN = frozenset({"ExampleConnector", "NixlPullConnector"})
 
 
 @dataclass(frozen=True)
