@@ -16,13 +16,14 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --constraint $(CONSTRAINTS)
 PROTO_ENV := .cache/proto-env
 PROTO_TOOLS := grpcio==1.78.0 grpcio-tools==1.78.0 protobuf==6.33.5 mypy-protobuf==3.7.0
 
-.PHONY: help setup test test-fast test-e2e test-contract test-clients lint types proto-lint demo proto lock clean
+.PHONY: help setup test test-fast test-e2e test-contract test-upstream test-clients lint types proto-lint demo proto lock clean
 
 help:
 	@echo 'make demo       a prompt cached by one vLLM process, used by another'
 	@echo 'make test       everything that CI checks'
 	@echo 'make test-fast  the same without real vLLM engines'
 	@echo 'make test-contract  the tests of the connector against the other versions of vLLM'
+	@echo 'make test-upstream  unit tests of vLLM itself, with KVDock in its schedulers'
 	@echo 'make test-clients   the clients in other languages (examples/), built and run'
 	@echo 'make lint       ruff, types, buf'
 	@echo 'make proto      the stubs anew, after a change under proto/'
@@ -87,6 +88,10 @@ test-e2e: setup
 # Not a part of test: it downloads 440 MB.
 test-contract: setup
 	$(BIN)/python tools/vllm_contract.py -q
+
+# Not a part of test: it takes minutes, and downloads 45 MB.
+test-upstream: setup
+	$(BIN)/python tests/upstream/run.py -n $(WORKERS)
 
 # Each language's own script says what it needs.
 test-clients: setup

@@ -40,8 +40,11 @@ class Runner:
         self._requests = 0
         self._adapters: dict[str, LoRARequest] = {}
 
-    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run requests together until each has finished or was aborted; one result for each."""
+    def generate(self, requests: list[dict[str, Any]], settle: bool = True) -> list[dict[str, Any]]:
+        """Run requests together until each has finished or was aborted; one result for each.
+
+        To ``settle``, go on until the engine is idle.
+        """
         results: list[dict[str, Any]] = []
         running: dict[str, int] = {}
         started: dict[str, float] = {}
@@ -99,7 +102,8 @@ class Runner:
                     self._engine.abort_request([request_id])
                     results[index]["finish_reason"] = "abort"
                     del running[request_id]
-        self._settle()
+        if settle:
+            self._settle()
         return results
 
     def reset_prefix_cache(self, reset_connector: bool) -> bool:

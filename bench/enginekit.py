@@ -146,9 +146,12 @@ class EngineProcess:
         """Everything the process has printed so far."""
         return self._log.read_text(errors="replace")
 
-    def generate(self, *requests: Request) -> list[Generation]:
-        """Run requests together; returns when all have finished and the engine is idle."""
-        answers = self._command("generate", requests=[asdict(request) for request in requests])
+    def generate(self, *requests: Request, settle: bool = True) -> list[Generation]:
+        """Run requests together; returns when all have finished and, to ``settle``, the engine is
+        idle.
+        """
+        each = [asdict(request) for request in requests]
+        answers = self._command("generate", requests=each, settle=settle)
         return [Generation(**answer) for answer in answers]
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:

@@ -21,6 +21,7 @@ def test_nothing_need_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.transfer_mode is TransferMode.UNSPECIFIED
     assert not config.mla_on_cpu
     assert config.events
+    assert config.load_failure_policy == "recompute"
 
 
 def test_the_environment_says_where_and_the_setting_says_it_louder(
@@ -43,6 +44,7 @@ def test_all_settings() -> None:
             "kvdock.transfer_mode": "shared",
             "kvdock.mla_on_cpu": True,
             "kvdock.events": "false",
+            "kvdock.load_failure_policy": "fail",
             "lmcache.mp.host": "is not ours",
             "connectors": [],
         }
@@ -54,6 +56,7 @@ def test_all_settings() -> None:
     assert config.transfer_mode is TransferMode.SHARED
     assert config.mla_on_cpu
     assert not config.events
+    assert config.load_failure_policy == "fail"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,7 @@ def test_all_settings() -> None:
         ({"kvdock.chunk_tokens": "inf"}, "kvdock.chunk_tokens is 'inf'"),
         ({"kvdock.lookup_timeout_ms": -1}, "kvdock.lookup_timeout_ms is -1"),
         ({"kvdock.transfer_mode": "inline"}, "'inline': it must be one of auto, server, shared"),
+        ({"kvdock.load_failure_policy": "abort"}, "'abort': it must be recompute or fail"),
         ({"kvdock.lookup_timeout_ms": None}, "kvdock.lookup_timeout_ms is None"),
     ],
 )

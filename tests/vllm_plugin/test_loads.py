@@ -17,10 +17,10 @@ CHUNK = 64
 
 
 @pytest.mark.parametrize(
-    ("blocks", "shown"), [(800, "1, 2, 3, 4, 5, 6, 7, 8, ..."), (3, "1, 2, 3")]
+    ("blocks", "nulls"), [(800, 0), (3, 0), (1000, 2)], ids=["many", "few", "null blocks"]
 )
-def test_what_does_not_fit_is_told_by_counts_and_the_first_few(
-    blocks: int, shown: str, caplog: pytest.LogCaptureFixture
+def test_what_does_not_fit_is_told_by_counts(
+    blocks: int, nulls: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = GroupShape(None, GroupKind.FULL_ATTENTION, 16, ("a",))
     session: Any = object()
@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_told_by_counts_and_the_first_few(
     )
     record: Any = SimpleNamespace(
         request=SimpleNamespace(request_id="r"),
-        tables=[list(range(1, blocks + 1))],
+        tables=[[0] * nulls + list(range(5001, 5001 + blocks - nulls))],
         take_lookup=lambda: lookup,
     )
     loads = Loads([shape], all_or_nothing=False)
@@ -42,8 +42,9 @@ def test_what_does_not_fit_is_told_by_counts_and_the_first_few(
         loads.begin(record, 1000 * 16, session)
     (spec,) = loads.take_new()
     assert spec.target is None
-    assert len(spec.block_ids) == blocks
+    assert len(spec.groups[0].block_ids) == blocks
     message = caplog.messages[0]
-    assert f"{blocks} of 1000 blocks ({shown})" in message
+    assert f"{blocks} of 1000 blocks, {nulls} of them null" in message
+    assert "500" not in message
     assert "chunks [0, 1) are locked" in message
     assert len(message) < 400

@@ -99,35 +99,44 @@ def test_vllms_flag_runs_us_and_says_that_its_size_is_not_used(
     connector.shutdown()
 
 
+@pytest.mark.parametrize("of_vllm", [None, "fail", "recompute"])
 @pytest.mark.parametrize(
-    ("chosen", "why"),
+    ("ours", "policy", "what"),
     [
-        ({}, "sets it in place of fail"),
-        ({"kv_load_failure_policy": "fail"}, "not honoured where it was chosen"),
-        ({"kv_load_failure_policy": "recompute"}, "as it was set"),
+        (None, "recompute", "what cannot be loaded is computed"),
+        ("recompute", "recompute", "what cannot be loaded is computed"),
+        ("fail", "fail", "ends with an error"),
     ],
 )
-def test_a_failed_load_is_computed_instead_whatever_vllms_policy_and_that_is_said(
-    chosen: dict[str, str],
-    why: str,
+def test_our_setting_decides_what_becomes_of_a_failed_load_and_the_log_says_so(
+    ours: str | None,
+    policy: str,
+    what: str,
+    of_vllm: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plugin.register()
+    transfer: dict[str, Any] = {"kv_connector": "KVDockConnector", "kv_role": "kv_both"}
+    if of_vllm is not None:
+        transfer["kv_load_failure_policy"] = of_vllm
+    if ours is not None:
+        transfer["kv_connector_extra_config"] = {"kvdock.load_failure_policy": ours}
     config = EngineArgs(
         model=str(make_checkpoint(tmp_path / "tiny", Llama(layers=1))),
         skip_tokenizer_init=True,
-        kv_transfer_config={"kv_connector": "KVDockConnector", "kv_role": "kv_both", **chosen},
+        kv_transfer_config=transfer,
     ).create_engine_config()
     assert config.kv_transfer_config is not None
     monkeypatch.setattr(logging.getLogger("kvdock_vllm"), "parent", logging.getLogger())
     with caplog.at_level(logging.INFO, "kvdock_vllm"):
         connector = KVDockConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(16))
-    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert config.kv_transfer_config.kv_load_failure_policy == policy
     (message,) = [r.getMessage() for r in caplog.records if "failure_policy" in r.getMessage()]
-    assert message.startswith("kv_load_failure_policy is recompute")
-    assert why in message
+    assert message.startswith(f"kvdock.load_failure_policy is {policy}: ")
+    assert what in message
+    assert ("kv_load_failure_policy was" in message) is ((of_vllm or "fail") != policy)
     assert connector.requires_kv_delivery is False
     connector.shutdown()
 

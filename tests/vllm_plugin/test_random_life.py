@@ -1,9 +1,10 @@
 """Random lives of an engine: whatever comes in whatever order, answers are right and nothing stays.
 
 The simulated engine checks every byte in every step. Here requests come, are aborted, preempted and
-resumed; loads fail; the engine forgets; the cache is cleared; the server dies and comes back. After
-each life every request has the tokens that it would have had alone and without cache, vLLM has all
-of its blocks back, and the server holds no lock for anybody.
+resumed; loads fail; another connector stores and loads beside KVDock; the engine forgets; the cache
+is cleared; the server dies and comes back. After each life every request has the tokens that it
+would have had alone and without cache, vLLM has all of its blocks back, and the server holds no
+lock for anybody.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from modelkit import Llama, make_checkpoint, random_prompt
+from other_connector import child
 from servers import ServerProcess
 from simulator import CHUNK_TOKENS, Layers, SimulatedEngine
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
@@ -83,6 +85,9 @@ class EngineLife(RuleBasedStateMachine):
         stem=st.sampled_from(STEMS),
         tokens=st.integers(C, 5 * C),
         count=st.integers(2, 4),
+        order=st.sampled_from([None, "before", "behind"]),
+        kind=st.sampled_from(["sync", "async", "none"]),
+        hold_steps=st.sampled_from([0, 4]),
     )
     def begin(
         self,
@@ -95,8 +100,15 @@ class EngineLife(RuleBasedStateMachine):
         stem: list[int],
         tokens: int,
         count: int,
+        order: str | None,
+        kind: str,
+        hold_steps: int,
     ) -> None:
         type(self).lives += 1
+        beside: dict[str, Any] = {}
+        if order is not None and len(groups) == 1:
+            name = f"life {self.lives}"
+            beside[order] = [child(name, load=kind, load_steps=3, hold_steps=hold_steps)]
         self._start_server()
         self.engine = SimulatedEngine(
             self.model,
@@ -109,6 +121,7 @@ class EngineLife(RuleBasedStateMachine):
             async_scheduling=async_scheduling,
             max_num_seqs=4,
             extra_config={"kvdock.save_decode": save_decode},
+            **beside,
         )
         self.add_several_as_after_a_start(stem, tokens, count, more=20)
 

@@ -525,6 +525,27 @@ def test_a_load_that_fails_from_its_first_block_is_not_tried_again(
     assert status(kvdock).counters.lookups == 2
 
 
+def test_where_that_is_set_a_load_that_fails_ends_its_request(start_engine: StartEngine) -> None:
+    engine = start_engine(extra_config={"kvdock.load_failure_policy": "fail"})
+    cold = engine.generate(prompt(6 * C), max_tokens=4)
+    engine.forget()
+    engine.add("r", prompt(6 * C), max_tokens=4)
+    engine.add("other", prompt(2 * C, seed=1), max_tokens=4)
+
+    def lose_chunk_four() -> None:
+        for load in engine.connector.scheduler_half.loads.under_way.values():
+            engine.between_schedule_and_forward = lambda: None
+            assert load.lookup is not None
+            load.lookup.live.session.free_locks(load.lookup.lease_id, 4, 5)
+
+    engine.between_schedule_and_forward = lose_chunk_four
+    engine.run()
+    assert engine.outcomes["r"].finish_reason == "error"
+    assert engine.outcomes["r"].tokens == []
+    assert engine.outcomes["other"].finish_reason == "length"
+    assert engine.generate(prompt(6 * C), max_tokens=4).tokens == cold.tokens
+
+
 def test_hits_resume_after_a_restart_of_the_server(engine: SimulatedEngine, kvdock: Any) -> None:
     cold = engine.generate(prompt(4 * C), max_tokens=4)
     kvdock.kill()

@@ -52,6 +52,14 @@ def blocks_written(shapes: Sequence[GroupShape], output: SchedulerOutput) -> Ite
             yield from _from_token(shapes, num_computed if resumed else 0, block_ids)
 
 
+def tokens_computed(output: SchedulerOutput) -> dict[str, int]:
+    """How many tokens of each request that a step computes count as computed before, by its id."""
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return computed
+
+
 def _from_token(
     shapes: Sequence[GroupShape], first_token: int, tables: Sequence[Sequence[int]]
 ) -> Iterator[int]:

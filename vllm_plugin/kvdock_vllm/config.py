@@ -32,6 +32,11 @@ _TRANSFER_MODES = {
 }
 
 
+# What vLLM does with a request whose load failed (its kv_load_failure_policy).
+RECOMPUTE = "recompute"
+FAIL = "fail"
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The settings of one engine."""
@@ -53,6 +58,9 @@ class Config:
     """``kvdock.mla_on_cpu``: use hits although they change what an MLA model on a CPU answers."""
     events: bool = True
     """``kvdock.events``: publish events of KVDock's cache, if the engine publishes KV events."""
+    load_failure_policy: str = RECOMPUTE
+    """``kvdock.load_failure_policy``: what cannot be loaded is computed (RECOMPUTE), or its request
+    ends with an error (FAIL)."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Config:
@@ -104,6 +112,12 @@ def _transfer_mode(key: str, value: object) -> TransferMode:
     return mode
 
 
+def _load_failure_policy(key: str, value: object) -> str:
+    if value not in (RECOMPUTE, FAIL):
+        raise ValueError(f"{key} is {value!r}: it must be {RECOMPUTE} or {FAIL}")
+    return str(value)
+
+
 def _number(key: str, value: object, most: int) -> int:
     text = "" if isinstance(value, bool) else str(value)
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
@@ -130,5 +144,6 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, object], Any]]] = {
     "transfer_mode": ("transfer_mode", _transfer_mode),
     "mla_on_cpu": ("mla_on_cpu", _switch),
     "events": ("events", _switch),
+    "load_failure_policy": ("load_failure_policy", _load_failure_policy),
 }
 """For each key, without prefix: the field of :class:`Config`, and the function that reads it."""

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvdock_vllm import offloading_alias
+from kvdock_vllm import beside, offloading_alias, plugin
 from kvdock_vllm.config import Config
 from kvdock_vllm.engine.groups import loads_fail_whole
 from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
@@ -95,8 +95,13 @@ class KVDockConnector(KVConnectorBase_V1):
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             offloading_alias.explain(vllm_config)
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, shapes, config)
+            others = beside.others()
+            if others is not None:
+                beside.warn(others)
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, shapes, config, others)
         else:
+            if beside.is_untold(vllm_config.kv_transfer_config):
+                beside.warn_untold()
             self._worker = WorkerHalf(vllm_config, kv_cache_config, shapes, config)
 
     @property
@@ -141,8 +146,11 @@ class KVDockConnector(KVConnectorBase_V1):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Asks vLLM from 0.32 on for the same. vLLM takes it as a wish: ``VLLM_KV_CACHE_LAYOUT``
         comes first, and a layout that the attention kernels do not support is not used.
+
+        Beside other connectors KVDock wishes nothing: two wishes that differ stop vLLM's start, and
+        a connector that wishes nothing may count on vLLM's default.
         """
-        if not _on_cuda():
+        if not _on_cuda() or beside.others() is not None:
             return None
         try:
             from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -307,6 +315,10 @@ class KVDockConnector(KVConnectorBase_V1):
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+
+# Where vLLM loads this module by its path, it may not have loaded the plugin. Its MultiConnector
+# finds a connector's counters by the connector's name.
+plugin.register()
 
 # vLLM gives a hybrid model several groups only if its connector supports them (HMA).
 if _MAY_FAIL_WHOLE:

@@ -45,6 +45,8 @@ class StepMetadata(KVConnectorMetadata):
     """False in a step without computation."""
     has_waiting: bool = False
     """True if requests wait, perhaps for blocks of finished ones."""
+    in_doubt: int = 0
+    """Not 0 if other connectors fill blocks in this step. The report of the step says it again."""
 
 
 @dataclass
@@ -54,6 +56,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stores: dict[int, StoreOutcome] = field(default_factory=dict)
     descriptions: tuple[WorkerDescription, ...] = ()
     """In a worker's first report. vLLM's earlier handshake reaches only one connector."""
+    in_doubt: int = 0
+    """As in the step's metadata."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """One report of both."""
@@ -62,4 +66,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for job_id, theirs in other.stores.items():
             ours = stores.get(job_id)
             stores[job_id] = theirs if ours is None else ours.joined(theirs)
-        return WorkerReport(stores, self.descriptions + other.descriptions)
+        descriptions = self.descriptions + other.descriptions
+        return WorkerReport(stores, descriptions, max(self.in_doubt, other.in_doubt))

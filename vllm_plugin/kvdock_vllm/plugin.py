@@ -11,16 +11,23 @@ from kvdock_vllm.engine import affinity
 
 NAME: Final = "KVDockConnector"
 _MODULE: Final = "kvdock_vllm.connector"
+_MULTI_NAME: Final = "MultiConnector"
+_MULTI_MODULE: Final = "kvdock_vllm.multi_connector"
 
 
 def register() -> None:
-    """Registers the connector with vLLM as ``KVDockConnector``. May be called repeatedly."""
+    """Registers the connector with vLLM as ``KVDockConnector``, and our form of vLLM's own
+    ``MultiConnector``. May be called repeatedly.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     affinity.remember()
     _log_below_vllm()
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, _MODULE, NAME)
+        # vLLM refuses to register a name twice, so its own entry goes first.
+        KVConnectorFactory._registry.pop(_MULTI_NAME, None)
+        KVConnectorFactory.register_connector(_MULTI_NAME, _MULTI_MODULE, _MULTI_NAME)
     if offloading_alias.wanted():
         offloading_alias.install(_MODULE, NAME)
 

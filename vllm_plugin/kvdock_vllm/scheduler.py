@@ -25,11 +25,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvdock_vllm import ended_loads
-from kvdock_vllm.blocks import blocks_written, follow_blocks
-from kvdock_vllm.config import Config
+from kvdock_vllm.beside import Beside
+from kvdock_vllm.blocks import blocks_written, follow_blocks, tokens_computed
+from kvdock_vllm.config import RECOMPUTE, Config
 from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
 from kvdock_vllm.engine.load_waits import LoadWaits
 from kvdock_vllm.engine.loads import Loads
+from kvdock_vllm.engine.others_loads import OthersLoads
 from kvdock_vllm.engine.records import Record
 from kvdock_vllm.engine.specs import StoreSpec, Target
 from kvdock_vllm.engine.stores import Stores
@@ -70,13 +72,17 @@ class SchedulerHalf:
         kv_cache_config: KVCacheConfig,
         shapes: Sequence[GroupShape],
         config: Config,
+        others: Beside | None = None,
     ) -> None:
-        """Does not connect yet: see :meth:`describe_workers`.
+        """Does not connect yet: see :meth:`describe_workers`. ``others`` are the engine's other
+        connectors.
 
         Raises ValueError for what is not supported.
         """
         transfer: Any = vllm_config.kv_transfer_config
-        _set_load_failure_policy(transfer)
+        engines = transfer if others is None else others.transfer
+        _set_load_failure_policy(engines, config.load_failure_policy)
+        self._has_others = others is not None
         self._shapes = shapes
         self._save_decode = config.save_decode
         # A load begins where whole blocks of every group are computed.
@@ -100,6 +106,7 @@ class SchedulerHalf:
         )
         self.loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
         has_prefix_cache = bool(vllm_config.cache_config.enable_prefix_caching)
+        self.others_loads = OthersLoads(shapes)
         self.waits = LoadWaits(self.loads, shapes, has_prefix_cache=has_prefix_cache)
         describe = EventDescriber(vllm_config, kv_cache_config).describe
         self.stores = Stores(shapes, read_scope, describe, workers=strategy.world_size)
@@ -133,7 +140,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """Sends the lookup, so that its answer may be there when the scheduler asks for the hit."""
         record = self.records.of(request)
-        if not request.skip_reading_prefix_cache:
+        if not (request.skip_reading_prefix_cache or self._is_for_others(request)):
             self.lookups.ask(record)
 
     def get_num_new_matched_tokens(
@@ -146,11 +153,13 @@ class SchedulerHalf:
         record = self.records.of(request)
         # vLLM asks only about requests of which nothing is computed (any more).
         record.predates_reset = False
+        record.computed_when_asked = num_computed_tokens
         if (
             # A load has failed.
             record.bypass
             # The request must not read a cache. vLLM 0.26 asks all the same.
             or request.skip_reading_prefix_cache
+            or self._is_for_others(request)
             # A block is computed in part. A load would overwrite it, and others may be using it.
             or num_computed_tokens % self._block_tokens
         ):
@@ -168,12 +177,28 @@ class SchedulerHalf:
             return None, False
         return new_tokens, new_tokens > 0
 
+    def _is_for_others(self, request: Request) -> bool:
+        """Whether another engine has computed the prompt and holds its KV for another connector.
+
+        vLLM's MultiConnector takes the first hit in its order. KVDock's might be a part of the
+        prompt, and the rest would be computed again.
+        """
+        params = request.kv_transfer_params
+        return (
+            self._has_others
+            and isinstance(params, Mapping)
+            and bool(params.get("do_remote_prefill"))
+        )
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Loads ``num_external_tokens``, the part of the hit that the scheduler takes."""
+        """Loads ``num_external_tokens``, the part of the hit that the scheduler takes. If another
+        connector loads, it is 0.
+        """
         record = self.records.of(request)
         record.set_tables(blocks.get_block_ids())
+        computed, record.computed_when_asked = record.computed_when_asked, None
         if record.lookup is not None:
             self._stats.add("load_waits", self.waits.end(record.lookup))
         if num_external_tokens > 0:
@@ -181,6 +206,8 @@ class SchedulerHalf:
             return
         record.admitted = True
         self.lookups.note_answer(record)
+        if computed is not None:
+            self.others_loads.note_given(request.request_id, computed, record.tables)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -201,12 +228,16 @@ class SchedulerHalf:
         try:
             written = {block for spec in metadata.loads for block in spec.block_ids}
             written.update(blocks_written(self._shapes, scheduler_output))
+            written.update(self.others_loads.may_be_written())
             metadata.overwritten = self.stores.reading(written)
         except Exception:
             _log.exception("which blocks are given out is not known, so all stores end")
             metadata.overwritten = list(self.stores.under_way)
         try:
             follow_blocks(self.records, scheduler_output, self.loads.under_way)
+            if self.others_loads.have_begun:
+                computed = tokens_computed(scheduler_output)
+                metadata.in_doubt = self.others_loads.begin_step(computed)
             metadata.stores = self._plan_stores(scheduler_output)
             self.holds.renew(self.stores.leaving(scheduler_output.num_scheduled_tokens))
         except Exception:
@@ -244,6 +275,9 @@ class SchedulerHalf:
     ) -> StoreSpec | None:
         if record.predates_reset:
             return None
+        # A request that has ended by itself had no block that could not be filled.
+        if not is_last and self.others_loads.are_in_doubt(record.tables):
+            return None
         if not self._save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
         if (awaited := record.lookup) is not None:
@@ -264,6 +298,7 @@ class SchedulerHalf:
             output.finished_recving = ended.union(output.finished_recving or ())
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
+            self.others_loads.end_step(report.in_doubt)
             if report.descriptions:
                 self.describe_workers(report.descriptions, at_start=False)
             for job_id, outcome in report.stores.items():
@@ -361,24 +396,28 @@ class SchedulerHalf:
             self._relay.close()
 
 
-def _set_load_failure_policy(transfer: Any) -> None:
+def _set_load_failure_policy(transfer: Any, policy: str) -> None:
     """Sets and logs vLLM's policy for failed loads. vLLM's scheduler reads it after our
     constructor.
 
     With "fail", vLLM's default, the request ends with an error, which no failure of a cache should
-    cause. vLLM's config does not tell whether the user chose "fail".
+    cause unasked. vLLM's config does not tell whether the user chose "fail", so we have a setting.
     """
     given = transfer.kv_load_failure_policy
-    transfer.kv_load_failure_policy = "recompute"
-    if given == "recompute":
-        _log.info("kv_load_failure_policy is recompute, as it was set: KVDock knows no other")
-    else:
-        _log.info(
-            "kv_load_failure_policy is recompute: KVDock sets it in place of %s, which is vLLM's "
-            "default and is not honoured where it was chosen either. What cannot be loaded is "
-            "computed, and no request ends with an error for it",
-            given,
-        )
+    transfer.kv_load_failure_policy = policy
+    what = (
+        "what cannot be loaded is computed, and no request ends with an error for it"
+        if policy == RECOMPUTE
+        else "a request of which something cannot be loaded ends with an error"
+    )
+    _log.info(
+        "kvdock.load_failure_policy is %s: %s%s",
+        policy,
+        what,
+        ""
+        if given == policy
+        else f". vLLM's kv_load_failure_policy was {given} and is now the same",
+    )
 
 
 def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:

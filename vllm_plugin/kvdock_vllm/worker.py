@@ -87,6 +87,8 @@ class WorkerHalf:
         self._steps_overlap = bool(vllm_config.scheduler_config.async_scheduling)
         self._steps_with_news = 0
         """Steps until vLLM has acted on loads that have ended."""
+        self._in_doubt = 0
+        """As in the step's metadata, until it is reported."""
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class WorkerHalf:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Notes the step's work, before any of it is done or asked for."""
+        self._in_doubt = metadata.in_doubt
         if metadata.news is not None:
             self.loads.expect(metadata.news)
         # The blocks of finished requests are held until they are stored, and other requests may
@@ -226,7 +229,8 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """What became of stores since the last call. The first report also describes the worker."""
-        report = WorkerReport(self._outcomes.stores)
+        report = WorkerReport(self._outcomes.stores, in_doubt=self._in_doubt)
+        self._in_doubt = 0
         if not self._has_told_description and self.description is not None:
             self._has_told_description = True
             report.descriptions = (self.description,)
@@ -235,7 +239,8 @@ class WorkerHalf:
         is_awaited = self._ended_loads.has_reader and (
             self.loads.under_way or self._outcomes.filled
         )
-        return report if report.stores or report.descriptions or is_awaited else None
+        is_needed = report.stores or report.descriptions or report.in_doubt or is_awaited
+        return report if is_needed else None
 
     def take_stats(self) -> Stats | None:
         stats = Stats()

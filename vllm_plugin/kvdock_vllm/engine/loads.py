@@ -21,9 +21,6 @@ from kvdock_vllm.engine.specs import GroupLoad, LoadSpec, Target
 
 _log = logging.getLogger(__name__)
 
-# How many block ids of a group a message shows.
-_MOST_SHOWN = 8
-
 
 @dataclass(slots=True, eq=False)
 class PendingLoad:
@@ -60,16 +57,13 @@ def _group_load(
 
 
 def _described(group: GroupLoad, wanted: int, locked: range) -> str:
-    """Describes what does not fit, in a few words however many blocks it has."""
+    """Describes what does not fit by counts, in a few words however many blocks it has."""
     name = "" if group.group_idx is None else f"group {group.group_idx}: "
-    count = len(group.block_ids)
-    ids = ", ".join(map(str, group.block_ids[:_MOST_SHOWN]))
-    if count > _MOST_SHOWN:
-        ids += ", ..."
+    nulls = group.block_ids.count(NULL_BLOCK)
     return (
-        f"{name}{count} of {wanted} blocks ({ids}), for chunks [{group.first_chunk}, "
-        f"{group.end_chunk}) without their first {group.skip_blocks} blocks, and chunks "
-        f"[{locked.start}, {locked.stop}) are locked"
+        f"{name}{len(group.block_ids)} of {wanted} blocks, {nulls} of them null, for chunks "
+        f"[{group.first_chunk}, {group.end_chunk}) without their first {group.skip_blocks} blocks, "
+        f"and chunks [{locked.start}, {locked.stop}) are locked"
     )
 
 

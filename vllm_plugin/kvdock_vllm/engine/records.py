@@ -74,6 +74,9 @@ class Record:
     """job_ids of stores under way that read the request's blocks."""
     admitted: bool = False
     """The engine has decided how much of the request it loads, and the load's result is counted."""
+    computed_when_asked: int | None = None
+    """Tokens that the engine had computed when it last asked for the hit. None: it has got its
+    blocks since."""
     chunk_tokens: int = 0
     """Tokens a chunk of the keys; 0 before the first key."""
     adapter: LoRA | None = None
