@@ -8,8 +8,9 @@ block where the scheduler believes them to be. So whatever puts a wrong byte any
 wrong place, a store of blocks that were given away, a key that says too little, is found in the
 next step that matters.
 
-A model has one or several groups of layers, of full attention or of sliding windows, with blocks of
-one size or of several. As in vLLM the groups lie over one another in the same memory.
+A model has one or several groups of layers, of full attention, of sliding windows or of chunked
+local attention, with blocks of one size or of several. As in vLLM the groups lie over one another
+in the same memory.
 
 Messages between the halves are pickled, as they are between vLLM's processes.
 """
@@ -46,6 +47,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -76,6 +78,8 @@ class Layers:
     block_tokens: int = BLOCK_TOKENS
     window: int = 0
     """Tokens that a token sees, itself included. 0: all."""
+    piece: int = 0
+    """Chunked local attention: a token sees only the piece of so many tokens that it is in."""
 
     @property
     def row_bytes(self) -> int:
@@ -84,6 +88,8 @@ class Layers:
 
     def first_seen(self, token: int) -> int:
         """The first token that a token sees."""
+        if self.piece:
+            return token // self.piece * self.piece
         return max(0, token - self.window + 1) if self.window else 0
 
     def spec(self, *, mla: bool) -> KVCacheSpec:
@@ -92,6 +98,9 @@ class Layers:
         if self.window:
             of_window = SlidingWindowMLASpec if mla else SlidingWindowSpec
             return of_window(sliding_window=self.window, **sizes)
+        if self.piece:
+            assert not mla
+            return ChunkedLocalAttentionSpec(attention_chunk_size=self.piece, **sizes)
         return (MLAAttentionSpec if mla else FullAttentionSpec)(**sizes)
 
 

@@ -38,12 +38,14 @@ from kvdock_vllm.connector import KVDockConnector
 C = CHUNK_TOKENS
 ASK = {"num_kvdock_extra_cached_tokens": None}
 
-# One group, and several: windows longer and shorter than a chunk, blocks of one size and of two.
+# One group, and several: windows longer and shorter than a chunk, blocks of one size and of two,
+# and local attention whose pieces are two chunks.
 MODELS = [
     (Layers(),),
     (Layers(), Layers(32, window=150)),
     (Layers(16, window=24), Layers(), Layers(32, window=33)),
     (Layers(32), Layers(16, window=100)),
+    (Layers(), Layers(piece=2 * C)),
 ]
 if not issubclass(KVDockConnector, SupportsHMA):
     MODELS = MODELS[:1]
@@ -103,7 +105,7 @@ class EngineLife(RuleBasedStateMachine):
             self.server.address,
             num_blocks=_few_blocks(groups),
             tensor_size=ranks,
-            mla=mla,
+            mla=mla and not any(layers.piece for layers in groups),
             groups=groups,
             enable_prefix_caching=prefix_caching,
             async_scheduling=async_scheduling,

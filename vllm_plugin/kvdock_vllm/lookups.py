@@ -35,9 +35,7 @@ class Lookups:
         """``timeout`` is in seconds. Counts go to ``stats``."""
         self._link = link
         self._readers = strategy.world_size
-        # If the whole prompt were a hit, such a group would lack a block to compute the last token.
-        # So the last token is not looked up.
-        self._tokens_left_out = any(shape.lacks_a_block_for_the_last_token for shape in shapes)
+        self._shapes = shapes
         self._read_scope = read_scope
         self._stats = stats
         self._timeout = timeout
@@ -52,7 +50,10 @@ class Lookups:
         live = self._link.usable
         if live is None or self._link.breaker.is_open:
             return
-        num_tokens = record.request.num_tokens - self._tokens_left_out
+        num_tokens = record.request.num_tokens
+        if any(shape.lacks_a_block_for_the_last_token(num_tokens) for shape in self._shapes):
+            # If the whole prompt were a hit, a block would be lacking to compute the last token.
+            num_tokens -= 1
         keys = record.keys(self._read_scope, num_tokens, live.prepared.chunk_tokens)
         if self._link.relay is not None:
             self._link.relay.know_adapter(record.request, record.adapter)

@@ -78,7 +78,8 @@ def derive_namespace(
             Group(
                 kind=shape.kind,
                 group_idx=shape.group_idx,
-                window_tokens=shape.window_tokens,
+                window_tokens=shape.window_tokens if not shape.is_in_pieces else 0,
+                attention_chunk_tokens=shape.window_tokens if shape.is_in_pieces else 0,
                 shard_bytes=_shard_bytes(shape, [shard[index] for shard in shards], chunk_tokens),
             )
             for index, shape in enumerate(shapes)

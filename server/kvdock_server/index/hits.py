@@ -1,9 +1,9 @@
 """The hit rule: how many chunks of a prompt can be loaded, given which parts are visible.
 
 The hit is the largest n such that every full-attention group has the parts [0, n), every window
-group has the parts that its window before n needs, every state group has part n - 1, and every group
-of chunked local attention has the parts that its piece before n needs. Where pieces end that is none,
-but some group must need a part: a hit always locks something.
+group has the parts that its window before n needs, every state group has part n - 1, and every
+group of chunked local attention has the parts that its piece before n needs, which are none where a
+piece ends. But some group must need a part: a hit always locks something.
 """
 
 from __future__ import annotations
