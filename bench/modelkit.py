@@ -7,9 +7,10 @@ thousand tokens. Attention outputs are as large as the residual stream to which 
 lost or changed run of a few hundred cached tokens changes one of the first greedy tokens. And the
 output does not repeat itself. tests/e2e/test_modelkit.py proves both.
 
-Three families, for the three kinds of cache that vLLM lays out differently: grouped-query
-attention (Llama), latent attention (DeepSeek-V2, dense layers only) and sliding windows beside
-full attention (Gemma 3). Everything is seeded: the same shape and seed give the same file.
+Four families, for the kinds of cache that vLLM lays out differently: grouped-query attention
+(Llama), latent attention (DeepSeek-V2), and beside full attention sliding windows (Gemma 3) and
+chunked local attention (Llama 4). All layers are dense. Everything is seeded: the same shape and
+seed give the same file.
 """
 
 from __future__ import annotations
@@ -244,6 +245,54 @@ class Gemma3:
         yield "model.norm.weight", _gain(self.hidden, 1.0)
 
 
+@dataclass(frozen=True)
+class Llama4:
+    """Chunked local attention with full attention in every third layer. All layers are dense."""
+
+    layers: int = 6
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 512
+    piece: int = 768
+    """Tokens of a piece of local attention."""
+    full_every: int = 3
+    vocab: int = 2048
+    max_position: int = 8192
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": ["Llama4ForCausalLM"],
+            "model_type": "llama4_text",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "intermediate_size_mlp": self.intermediate,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            # Without weights of their own such norms leave no way to sharpen attention.
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_chunk_size": self.piece,
+            "no_rope_layers": [
+                int((layer + 1) % self.full_every != 0) for layer in range(self.layers)
+            ],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "interleave_moe_layer_step": 0,
+            "moe_layers": [],
+            "num_local_experts": 1,
+            **_common_config(self.vocab, self.max_position),
+        }
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _as_llama(self).weights(noise):
+            yield name.replace(".mlp.", ".feed_forward."), tensor
+
+
 def make_checkpoint(folder: Path, shape: Shape, *, seed: int = 0) -> Path:
     """Write config.json and model.safetensors (float32) into folder and return it.
 
@@ -287,6 +336,20 @@ def random_prompt(tokens: int, *, seed: int, vocab: int = 2048) -> list[int]:
     """A prompt of ``tokens`` token ids. Prompts of different seeds share hardly any prefix."""
     source = random.Random(seed)
     return [source.randrange(3, vocab) for _ in range(tokens)]
+
+
+def _as_llama(shape: Llama4) -> Llama:
+    """The model of the same size whose weights have the same names, but for the MLP's."""
+    return Llama(
+        shape.layers,
+        shape.hidden,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.intermediate,
+        shape.vocab,
+        shape.max_position,
+    )
 
 
 def _common_config(vocab: int, max_position: int) -> dict[str, object]:
