@@ -12,6 +12,9 @@ A model has one or several groups of layers, of full attention, of sliding windo
 local attention, with blocks of one size or of several. As in vLLM the groups lie over one another
 in the same memory.
 
+With speculative decoding some of each step's drafts are right. The model writes what it computes of
+all of them. A layer of the drafter holds bytes that depend on the next token too, as of EAGLE.
+
 Messages between the halves are pickled, as they are between vLLM's processes.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
+import shutil
 import struct
 import time
 from collections import deque
@@ -56,7 +60,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -134,6 +138,16 @@ class _History:
     def next_token(self, tokens: Sequence[int]) -> int:
         return 3 + int.from_bytes(self.digests(tokens)[len(tokens) - 1][:2], "little") % 2000
 
+    def proposal(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Drafts of the next tokens, most of them right."""
+        self.digests(tokens)
+        tip, proposed = self._tip, []
+        for _ in range(count):
+            token = 3 + int.from_bytes(tip[:2], "little") % 2000
+            proposed.append(token + (tip[2] % 4 == 0))
+            tip = hashlib.sha256(tip + struct.pack("<I", token)).digest()
+        return proposed
+
 
 class _Rank:
     """A worker: tensors and the connector's half."""
@@ -182,6 +196,20 @@ class _Running:
     tokens: list[int]
     block_ids: list[list[int]]
     num_computed_tokens: int
+    drafts: list[int] = field(default_factory=list)
+    """Proposed for the next step."""
+
+
+@dataclass
+class _Input:
+    """What a step computes of one request: the tokens from ``start`` on."""
+
+    start: int
+    end: int
+    digests: list[bytes]
+    """Of all tokens up to ``end``. Those of rejected drafts are of no prompt."""
+    settled: list[bytes]
+    """Of all tokens that are known when the step's drafts are verified."""
 
 
 class SimulatedEngine:
@@ -198,10 +226,18 @@ class SimulatedEngine:
         tensor_size: int = 1,
         async_scheduling: bool = False,
         handshake: bool = True,
+        drafts: int = 0,
         extra_config: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
+        """``drafts``: how many tokens EAGLE proposes in each step. 0: there is no drafter."""
         register()
+        if drafts:
+            arguments["speculative_config"] = {
+                "method": "eagle",
+                "model": str(_draft_model(model)),
+                "num_speculative_tokens": drafts,
+            }
         settings: dict[str, Any] = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -240,6 +276,7 @@ class SimulatedEngine:
             for rank in range(tensor_size)
         ]
         self._overlap = async_scheduling
+        self._drafts = drafts
         self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
@@ -265,6 +302,9 @@ class SimulatedEngine:
         self._histories: dict[str, _History] = {}
         self._running: dict[str, _Running] = {}
         self._pending: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._inputs: dict[str, _Input] = {}
+        self.accepted_drafts = 0
+        self.rejected_drafts = 0
         self.outcomes: dict[str, Outcome] = {}
         self.between_schedule_and_forward: Callable[[], None] = lambda: None
         """Runs in each step after scheduling."""
@@ -316,8 +356,8 @@ class SimulatedEngine:
         output = self.scheduler.schedule()
         self.between_schedule_and_forward()
         self._batch(output)
-        reports = [self._run_rank(rank, output) for rank in self.ranks]
         result = self._sample(output)
+        reports = [self._run_rank(rank, output) for rank in self.ranks]
         busy = output.total_num_scheduled_tokens > 0
         outputs = [copy.copy(result) for _ in reports]
         for one, report in zip(outputs, reports, strict=True):
@@ -347,6 +387,10 @@ class SimulatedEngine:
                 if item.finish_reason is not None:
                     outcome.finish_reason = str(item.finish_reason)
                     outcome.kv_transfer_params = item.kv_transfer_params
+        if self._drafts and not self._overlap:
+            # An asynchronous scheduler knows only how many there are.
+            proposed = [list(self._running[name].drafts) for name in result.req_ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(result.req_ids, proposed))
 
     def run(self, seconds: float = 30.0) -> None:
         """Steps until there is nothing left to do. AssertionError if that takes too long."""
@@ -430,8 +474,8 @@ class SimulatedEngine:
         self.overwritten += len(metadata.overwritten)
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
-        for name, count in output.num_scheduled_tokens.items():
-            self._forward(rank, name, count)
+        for name in output.num_scheduled_tokens:
+            self._forward(rank, name)
         context: Any = None
         connector.start_load_kv(context)
         connector.wait_for_save()
@@ -444,12 +488,10 @@ class SimulatedEngine:
         connector.clear_connector_metadata()
         return report
 
-    def _forward(self, rank: _Rank, name: str, count: int) -> None:
+    def _forward(self, rank: _Rank, name: str) -> None:
         """Checks the tokens before, writes those of this step."""
-        running = self._running[name]
-        start = running.num_computed_tokens
-        end = start + count
-        digests = self._histories[name].digests(running.tokens)
+        running, step = self._running[name], self._inputs[name]
+        start, end = step.start, step.end
         for group, layers in enumerate(self.groups):
             size = layers.block_tokens
             table = np.array(running.block_ids[group])
@@ -457,6 +499,10 @@ class SimulatedEngine:
             first = layers.first_seen(start)
             for index, view in enumerate(rank.views[group]):
                 layer = group * _LAYERS_A_GROUP + index
+                digests = step.digests
+                if self._drafts and index == _LAYERS_A_GROUP - 1:
+                    # The drafter's layer.
+                    digests = [*step.settled[1:], *[bytes(16)] * len(digests)]
                 rows = rank.rows(digests[first:end], layer, layers.row_bytes)
                 old = rows[: start - first]
                 wrong = np.nonzero((view[slots[first:start]] != old).any(axis=1))[0]
@@ -469,17 +515,38 @@ class SimulatedEngine:
                 view[slots[start:end]] = rows[start - first :]
 
     def _sample(self, output: Any) -> ModelRunnerOutput:
+        """Verifies the step's drafts, and proposes those of the next one."""
         names = list(output.num_scheduled_tokens)
         sampled = []
-        for name in names:
-            running = self._running[name]
-            if running.num_computed_tokens + output.num_scheduled_tokens[name] == len(
-                running.tokens
-            ):
-                running.tokens.append(self._histories[name].next_token(running.tokens))
-                sampled.append([running.tokens[-1]])
+        self._inputs = {}
+        for name, count in output.num_scheduled_tokens.items():
+            running, history = self._running[name], self._histories[name]
+            scheduled = output.scheduled_spec_decode_tokens.get(name, ())
+            drafts = running.drafts[: len(scheduled)]
+            if self._overlap or -1 in scheduled:
+                # The scheduler knows only how many there are, or pads a request's first step.
+                drafts += [-1] * (len(scheduled) - len(drafts))
             else:
-                sampled.append([])
+                assert drafts == list(scheduled)
+            # An asynchronous scheduler counts drafts as computed that were rejected meanwhile.
+            start = min(running.num_computed_tokens, len(running.tokens) - 1)
+            end = start + count
+            right = len(running.tokens)
+            new: list[int] = []
+            if end - len(drafts) == right:
+                for draft in [*drafts, None]:
+                    new.append(history.next_token(running.tokens))
+                    running.tokens.append(new[-1])
+                    if draft != new[-1]:
+                        break
+                self.accepted_drafts += len(new) - 1
+                self.rejected_drafts += len(drafts) - len(new) + 1
+                right += len(new) - 1
+                running.drafts = history.proposal(running.tokens, self._drafts)
+            settled = history.digests(running.tokens)
+            rejected = [hashlib.sha256(b"%d" % n).digest()[:16] for n in range(right, end)]
+            self._inputs[name] = _Input(start, end, [*settled[:right], *rejected], settled)
+            sampled.append(new)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -515,6 +582,11 @@ def _finished(connector: KVDockConnector, finished_req_ids: set[str]) -> dict[st
         "finished_recving": results.finished_recving,
         "failed_recving": results.failed_recving,
     }
+
+
+def _draft_model(model: Path) -> Path:
+    """A drafter beside ``model``. Its files are the model's: they are read, and never run."""
+    return Path(shutil.copytree(model, model.with_name("drafter"), dirs_exist_ok=True))
 
 
 def _pickled(value: Any) -> Any:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kvdock_vllm import ended_loads
 from kvdock_vllm.blocks import blocks_written, follow_blocks
 from kvdock_vllm.config import Config
+from kvdock_vllm.drafts import tokens_read_ahead
 from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
 from kvdock_vllm.engine.load_waits import LoadWaits
 from kvdock_vllm.engine.loads import Loads
@@ -95,8 +96,11 @@ class SchedulerHalf:
         self.records = Records(len(shapes))
         self.link = SchedulerLink(vllm_config, strategy, shapes, config, self._relay)
         read_scope = ScopeReader(vllm_config).scope
+        read_ahead = tokens_read_ahead(vllm_config)
+        # Of the last tokens a chain of draft layers computes all but the first layer's KV again.
+        self._unsettled_tokens = max(0, read_ahead - 1)
         self.lookups = Lookups(
-            self.link, strategy, shapes, read_scope, self._stats, config.lookup_timeout
+            self.link, strategy, shapes, read_scope, self._stats, config.lookup_timeout, read_ahead
         )
         self.loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
         has_prefix_cache = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -228,7 +232,9 @@ class SchedulerHalf:
             computed = request.num_computed_tokens
             # The scheduler counts draft tokens as computed before they are accepted.
             num_tokens = min(computed + num_scheduled, request.num_tokens)
-            spec = self._plan_store(record, num_tokens, live.prepared, held_from=computed)
+            # It gives away by what is computed for certain.
+            held_from = max(0, computed - request.num_in_flight_tokens)
+            spec = self._plan_store(record, num_tokens, live.prepared, held_from=held_from)
             if spec is not None:
                 specs.append(spec)
         return specs
@@ -244,6 +250,7 @@ class SchedulerHalf:
     ) -> StoreSpec | None:
         if record.predates_reset:
             return None
+        num_tokens -= self._unsettled_tokens
         if not self._save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
         if (awaited := record.lookup) is not None:

@@ -90,6 +90,15 @@ class GroupShape:
             return num_tokens % self.window_tokens == 0
         return self.window_tokens > 1 and (self.window_tokens - 1) % self.block_tokens == 0
 
+    def has_blocks_after(self, num_tokens: int, first_chunk: int, chunk_tokens: int) -> bool:
+        """Whether the parts from ``first_chunk`` on have every block that is needed to go on after
+        ``num_tokens`` tokens, which may end within a chunk.
+        """
+        if self.kind is GroupKind.RECURRENT_STATE:
+            return False
+        first = self.part(first_chunk, chunk_tokens).start
+        return first <= self.first_needed_block(num_tokens)
+
     def needs_nothing_of(self, chunk_tokens: int) -> bool:
         """Whether no hit of chunks of that many tokens needs any part: a piece ends with each."""
         return self.is_in_pieces and chunk_tokens % self.window_tokens == 0
