@@ -105,7 +105,10 @@ def test_a_window_that_has_no_block_for_the_token_before(
 def test_windows_keep_what_is_generated_while_drafts_are_in_flight(
     start_engine: StartEngine, kvdock: Any
 ) -> None:
-    engine = start_engine(groups=WINDOW, drafts=7, async_scheduling=True)
+    # A part's first block is left behind eight tokens after the chunk's end. As many may be accepted
+    # before the chunk is known to be complete, and as many again are in flight then.
+    groups = (Layers(), Layers(16, window=25))
+    engine = start_engine(groups=groups, drafts=7, async_scheduling=True)
     engine.generate(prompt(C // 2), max_tokens=6 * C)
     assert engine.accepted_drafts > C
     with Client(kvdock.address) as client:
@@ -166,7 +169,7 @@ def test_an_engine_without_drafter_shares_with_one_whose_drafter_keeps_nothing(
     # With a drafter of its own it shares nothing.
     other = start_engine(drafts=DRAFTS)
     assert extra(other.generate(prompt(3 * C + 9), kv_transfer_params=ASK)) == 0
-    assert len(status(kvdock).index.DESCRIPTOR.fields) > 0
+    assert status(kvdock).index.namespaces == 2
 
 
 def speculative(method: str, **more: Any) -> SimpleNamespace:
