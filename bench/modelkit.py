@@ -19,7 +19,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -293,6 +293,23 @@ class Llama4:
             yield name.replace(".mlp.", ".feed_forward."), tensor
 
 
+@dataclass(frozen=True)
+class EagleLlama:
+    """EAGLE's drafter for a Llama of the same width: one layer, and nothing that it learnt."""
+
+    target: Llama = field(default_factory=lambda: Llama())
+
+    def config(self) -> dict[str, object]:
+        return {**replace(self.target, layers=1).config(), "architectures": ["LlamaForCausalLM"]}
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        hidden = self.target.hidden
+        yield "fc.weight", noise.linear(hidden, 2 * hidden)
+        for name, tensor in replace(self.target, layers=1).weights(noise):
+            if name.startswith("model.layers.") and not name.endswith("input_layernorm.weight"):
+                yield name.removeprefix("model."), tensor
+
+
 def make_checkpoint(folder: Path, shape: Shape, *, seed: int = 0) -> Path:
     """Write config.json and model.safetensors (float32) into folder and return it.
 
@@ -340,16 +357,8 @@ def random_prompt(tokens: int, *, seed: int, vocab: int = 2048) -> list[int]:
 
 def _as_llama(shape: Llama4) -> Llama:
     """The model of the same size whose weights have the same names, but for the MLP's."""
-    return Llama(
-        shape.layers,
-        shape.hidden,
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        shape.intermediate,
-        shape.vocab,
-        shape.max_position,
-    )
+    common = {one.name for one in fields(Llama)}
+    return Llama(**{name: value for name, value in asdict(shape).items() if name in common})
 
 
 def _common_config(vocab: int, max_position: int) -> dict[str, object]:

@@ -105,8 +105,8 @@ def test_a_window_that_has_no_block_for_the_token_before(
 def test_windows_keep_what_is_generated_while_drafts_are_in_flight(
     start_engine: StartEngine, kvdock: Any
 ) -> None:
-    # A part's first block is left behind eight tokens after the chunk's end. As many may be computed
-    # when the chunk is known to be complete, and as many again are in flight then.
+    # A part's first block is left behind eight tokens after the chunk's end. So many may have been
+    # accepted when the chunk is known to be complete, and as many again are in flight then.
     groups = (Layers(), Layers(16, window=25))
     engine = start_engine(groups=groups, drafts=7, async_scheduling=True)
     engine.generate(prompt(C // 2), max_tokens=6 * C)

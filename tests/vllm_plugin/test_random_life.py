@@ -80,6 +80,7 @@ class EngineLife(RuleBasedStateMachine):
         ranks=st.sampled_from([1, 1, 2]),
         mla=st.booleans(),
         async_scheduling=st.booleans(),
+        drafts=st.sampled_from([0, 0, 3]),
         groups=st.sampled_from(MODELS),
         prefix_caching=st.sampled_from([True, True, False]),
         stem=st.sampled_from(STEMS),
@@ -92,6 +93,7 @@ class EngineLife(RuleBasedStateMachine):
         ranks: int,
         mla: bool,
         async_scheduling: bool,
+        drafts: int,
         groups: tuple[Layers, ...],
         prefix_caching: bool,
         stem: list[int],
@@ -109,6 +111,7 @@ class EngineLife(RuleBasedStateMachine):
             groups=groups,
             enable_prefix_caching=prefix_caching,
             async_scheduling=async_scheduling,
+            drafts=drafts,
             max_num_seqs=4,
             extra_config={"kvdock.save_decode": save_decode},
         )

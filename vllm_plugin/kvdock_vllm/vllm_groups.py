@@ -71,7 +71,10 @@ def _kind_and_window(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     anything: Any = spec
     name = type(spec).__name__
     # These subclasses have rules of their own about which tokens a block holds.
-    refused = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
+    refused = ("RSWASpec", "HiddenStateCacheSpec")
+    if name == "SinkFullAttentionSpec":
+        # Since 0.32 vLLM may give the blocks of the sinks to requests.
+        raise UnsupportedModelError(f"it keeps attention sinks in blocks of their own ({name})")
     known = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
     if not isinstance(spec, known) or name in refused:
         raise UnsupportedModelError(f"it has a KV cache of kind {name}")

@@ -96,7 +96,7 @@ class GroupShape:
         """
         if self.kind is GroupKind.RECURRENT_STATE:
             return False
-        first = self.part(first_chunk, chunk_tokens).start
+        first: int = self.part(first_chunk, chunk_tokens).start
         return first <= self.first_needed_block(num_tokens)
 
     def needs_nothing_of(self, chunk_tokens: int) -> bool:
