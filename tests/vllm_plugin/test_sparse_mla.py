@@ -8,6 +8,7 @@ specs are those that vLLM's layers make, grouped and laid out by vLLM. Their ker
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,6 @@ from simkit import ASK, C, StartEngine, extra, prompt, status
 from simulator import Layers
 from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from kvdock.types import GroupKind
@@ -30,6 +30,11 @@ from kvdock_vllm.engine.groups import fitting_chunk_tokens
 from kvdock_vllm.vllm_groups import UnsupportedModelError, group_shapes
 from kvdock_vllm.vllm_layout import group_layout
 from kvdock_vllm.vllm_parallel import parallel_strategy
+
+try:
+    planning: Any = importlib.import_module("vllm.v1.core.kv_cache_planning")
+except ImportError:  # before vLLM 0.33
+    planning = importlib.import_module("vllm.v1.core.kv_cache_utils")
 
 pytestmark = pytest.mark.skipif(
     "tokens_per_state" not in {field.name for field in dataclasses.fields(MLAAttentionSpec)},
@@ -64,7 +69,7 @@ def v32_specs(config: VllmConfig, layers: int) -> dict[str, KVCacheSpec]:
         sliding_window=None,
         indexer=object(),
         non_causal_multi_token_decode=False,
-        topk_indices_buffer=None,
+        topk_buffer_width=2048,
     )
     specs: dict[str, KVCacheSpec] = {}
     for layer in range(layers):
@@ -125,10 +130,10 @@ def laid_out(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[Any, An
     """vLLM's groups with their place in memory, and its view of each layer, on filled memory."""
     from vllm.v1.kv_cache_interface import create_kv_cache_views
 
-    groups = kv_cache_utils.get_kv_cache_groups(config, specs)
+    groups = planning.get_kv_cache_groups(config, specs)
     layout = config.cache_config.get_resolved_kv_cache_layout()
-    block_bytes = kv_cache_utils._get_kv_cache_bytes_per_block(groups, layout)
-    cache = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, NUM_BLOCKS * block_bytes)
+    block_bytes = planning._get_kv_cache_bytes_per_block(groups, layout)
+    cache = planning.get_kv_cache_config_from_groups(config, groups, NUM_BLOCKS * block_bytes)
     assert cache.num_blocks == NUM_BLOCKS
     memory = np.random.default_rng(1).integers(0, 256, NUM_BLOCKS * block_bytes, np.uint8)
     raw = torch.from_numpy(memory).view(torch.int8)
