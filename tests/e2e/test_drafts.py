@@ -69,8 +69,8 @@ def plain(model: Path, folder: Path) -> Callable[[Sequence[int], int], list[int]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    # Not pytest's folders: a socket's path must be short.
+def server(folder: Path) -> Iterator[ServerProcess]:
+    # One for each drafter. Not in its folder: a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as short:
         process = ServerProcess(
             Path(short) / "s.sock", "--memory", "128MiB", "--chunk-tokens", str(CHUNK)
