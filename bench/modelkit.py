@@ -9,8 +9,9 @@ output does not repeat itself. tests/e2e/test_modelkit.py proves both.
 
 Four families, for the kinds of cache that vLLM lays out differently: grouped-query attention
 (Llama), latent attention (DeepSeek-V2), and beside full attention sliding windows (Gemma 3) and
-chunked local attention (Llama 4). All layers are dense. Everything is seeded: the same shape and
-seed give the same file.
+chunked local attention (Llama 4). Two more are for GPUs or go with others: sparse latent attention
+(DeepSeek-V3.2) and a drafter (EAGLE). All layers are dense. Everything is seeded: the same shape
+and seed give the same file.
 """
 
 from __future__ import annotations
@@ -177,6 +178,59 @@ class DeepseekV2:
             yield base + "post_attention_layernorm.weight", torch.ones(self.hidden)
         yield "model.norm.weight", torch.ones(self.hidden)
         yield "lm_head.weight", noise.linear(self.vocab, self.hidden)
+
+
+@dataclass(frozen=True)
+class DeepseekV32:
+    """Sparse latent attention: an indexer with a cache of its own chooses what a token sees.
+
+    vLLM has kernels for it on GPUs only, for these dimensions of heads and indexer.
+    """
+
+    layers: int = 3
+    hidden: int = 512
+    heads: int = 64
+    q_lora_rank: int = 512
+    index_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 2048
+    max_position: int = 8192
+
+    def config(self) -> dict[str, object]:
+        return {
+            **self._latent.config(),
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+            "q_lora_rank": self.q_lora_rank,
+            "index_n_heads": self.index_heads,
+            "index_head_dim": self.index_head_dim,
+            "index_topk": self.index_topk,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        }
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        low, indexed = self.q_lora_rank, self.index_heads * self.index_head_dim
+        for name, tensor in self._latent.weights(noise):
+            if not name.endswith("q_proj.weight"):
+                yield name, tensor
+                continue
+            base = name.removesuffix("q_proj.weight")
+            yield base + "q_a_proj.weight", noise.linear(low, self.hidden)
+            yield base + "q_a_layernorm.weight", torch.ones(low)
+            yield base + "q_b_proj.weight", noise.linear(len(tensor), low, QUERY_KEY_GAIN)
+            base += "indexer."
+            yield base + "wq_b.weight", noise.linear(indexed, low)
+            yield base + "wk.weight", noise.linear(self.index_head_dim, self.hidden)
+            yield base + "k_norm.weight", torch.ones(self.index_head_dim)
+            yield base + "k_norm.bias", torch.zeros(self.index_head_dim)
+            yield base + "weights_proj.weight", noise.linear(self.index_heads, self.hidden)
+
+    @property
+    def _latent(self) -> DeepseekV2:
+        return DeepseekV2(self.layers, self.hidden, self.heads, max_position=self.max_position)
 
 
 @dataclass(frozen=True)
