@@ -227,10 +227,13 @@ class SimulatedEngine:
         async_scheduling: bool = False,
         handshake: bool = True,
         drafts: int = 0,
+        chained: bool = False,
         extra_config: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        """``drafts``: how many tokens EAGLE proposes in each step. 0: there is no drafter."""
+        """``drafts``: how many tokens EAGLE proposes in each step. 0: there is no drafter.
+        ``chained``: a chain of as many MTP modules does, each of which reads one token further.
+        """
         register()
         if drafts:
             arguments["speculative_config"] = {
@@ -259,6 +262,8 @@ class SimulatedEngine:
             **arguments,
         }
         self.config = EngineArgs(**settings).create_engine_config()
+        if chained:
+            setattr(self.config.speculative_config, "use_multi_module_mtp", lambda: True)  # noqa: B010
         # The CPU platform turns it off, for reasons that are not the scheduler's.
         self.config.scheduler_config.async_scheduling = async_scheduling
         self.config.cache_config.block_size = BLOCK_TOKENS
@@ -277,6 +282,7 @@ class SimulatedEngine:
         ]
         self._overlap = async_scheduling
         self._drafts = drafts
+        self._read_ahead = drafts if chained else min(1, drafts)
         self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
@@ -502,9 +508,13 @@ class SimulatedEngine:
                 digests = step.digests
                 if self._drafts and index == _LAYERS_A_GROUP - 1:
                     # The drafter's layer.
-                    digests = [*step.settled[1:], *[bytes(16)] * len(digests)]
+                    digests = [*step.settled[self._read_ahead :], *[bytes(16)] * len(digests)]
                 rows = rank.rows(digests[first:end], layer, layers.row_bytes)
                 old = rows[: start - first]
+                if self._read_ahead > 1 and index == _LAYERS_A_GROUP - 1:
+                    # A chain computes the last tokens again, now that more tokens follow them.
+                    again = min(len(old), self._read_ahead - 1)
+                    view[slots[start - again : start]] = old[len(old) - again :]
                 wrong = np.nonzero((view[slots[first:start]] != old).any(axis=1))[0]
                 if len(wrong):
                     raise WrongBytesError(

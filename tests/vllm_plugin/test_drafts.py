@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from simkit import ASK, C, StartEngine, assert_nothing_held, extra, prompt, status
 from simulator import Layers
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvdock import Client
@@ -79,6 +80,27 @@ def test_a_prompt_that_is_a_hit_as_a_whole(
     engine.forget()
     warm = engine.generate(prompt(4 * C), max_tokens=C, kv_transfer_params=ASK)
     assert (warm.tokens, extra(warm)) == (cold.tokens, 4 * C - 1)
+
+
+@pytest.mark.skipif(
+    not hasattr(VllmConfig, "num_prefill_lookahead_tokens"), reason="not in this vLLM"
+)
+@both_schedulers
+def test_a_chain_of_modules_reads_further_ahead(
+    start_engine: StartEngine, async_scheduling: bool
+) -> None:
+    engine = start_engine(drafts=DRAFTS, chained=True, async_scheduling=async_scheduling)
+    # A prompt of whole chunks: when it is computed, its last tokens are not settled yet.
+    common = prompt(3 * C)
+    cold = engine.generate(common, max_tokens=2 * C)
+    assert cold.tokens == engine.expected(common, 2 * C)
+    for more in (prompt(C, seed=2), cold.tokens[: C + 9]):
+        engine.forget()
+        whole = common + more
+        outcome = engine.generate(whole, max_tokens=40, kv_transfer_params=ASK)
+        assert outcome.tokens == engine.expected(whole, 40)
+        shared = len(whole) if more != prompt(C, seed=2) else len(common)
+        assert extra(outcome) == shared // C * C - DRAFTS
 
 
 @needs_groups
