@@ -10,7 +10,8 @@ output does not repeat itself. tests/e2e/test_modelkit.py proves both.
 Four families, for the kinds of cache that vLLM lays out differently: grouped-query attention
 (Llama), latent attention (DeepSeek-V2), and beside full attention sliding windows (Gemma 3) and
 chunked local attention (Llama 4). Two more are for GPUs or go with others: sparse latent attention
-(DeepSeek-V3.2) and a drafter (EAGLE). All layers are dense. Everything is seeded: the same shape
+(DeepSeek-V3.2), a drafter (EAGLE) and a model with one of its own (GLM-4.5). But for that one all
+layers are dense. Everything is seeded: the same shape
 and seed give the same file.
 """
 
@@ -364,6 +365,58 @@ class EagleLlama:
                 yield name.removeprefix("model."), tensor
 
 
+@dataclass(frozen=True)
+class Glm4Moe:
+    """A Llama with an MTP module, as GLM-4.5 has it. Its last layer and the module have experts."""
+
+    layers: int = 3
+    hidden: int = 256
+    intermediate: int = 512
+    experts: int = 2
+    vocab: int = 2048
+    max_position: int = 8192
+
+    def config(self) -> dict[str, object]:
+        return {
+            **_as_llama(self).config(),
+            "architectures": ["Glm4MoeForCausalLM"],
+            "model_type": "glm4_moe",
+            "num_nextn_predict_layers": 1,
+            "first_k_dense_replace": self.layers - 1,
+            "moe_intermediate_size": self.intermediate,
+            "n_routed_experts": self.experts,
+            "num_experts_per_tok": 1,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        }
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        with_experts = [f"model.layers.{layer}.mlp." for layer in (self.layers - 1, self.layers)]
+        for name, tensor in replace(_as_llama(self), layers=self.layers + 1).weights(noise):
+            if not name.startswith(tuple(with_experts)):
+                yield name, tensor
+        for base in with_experts:
+            yield base + "gate.weight", noise.linear(self.experts, self.hidden)
+            yield base + "gate.e_score_correction_bias", torch.zeros(self.experts)
+            for expert in ("shared_experts", *(f"experts.{n}" for n in range(self.experts))):
+                for name, tensor in _mlp(noise, "", self.hidden, self.intermediate):
+                    yield base + expert + name.removeprefix("mlp"), tensor
+        module = f"model.layers.{self.layers}."
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            yield f"{module}{norm}.weight", torch.ones(self.hidden)
+        yield module + "eh_proj.weight", noise.linear(self.hidden, 2 * self.hidden)
+        yield module + "shared_head.head.weight", noise.linear(self.vocab, self.hidden)
+        yield module + "embed_tokens.weight", noise(self.vocab, self.hidden, 1.0)
+
+
 def make_checkpoint(folder: Path, shape: Shape, *, seed: int = 0) -> Path:
     """Write config.json and model.safetensors (float32) into folder and return it.
 
@@ -409,7 +462,7 @@ def random_prompt(tokens: int, *, seed: int, vocab: int = 2048) -> list[int]:
     return [source.randrange(3, vocab) for _ in range(tokens)]
 
 
-def _as_llama(shape: Llama4) -> Llama:
+def _as_llama(shape: Llama4 | Glm4Moe) -> Llama:
     """The model of the same size whose weights have the same names, but for the MLP's."""
     common = {one.name for one in fields(Llama)}
     return Llama(**{name: value for name, value in asdict(shape).items() if name in common})

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from enginekit import EngineProcess, Request
-from modelkit import EagleLlama, Llama, make_checkpoint, random_prompt
+from modelkit import EagleLlama, Glm4Moe, Llama, Shape, make_checkpoint, random_prompt
 from servers import ServerProcess
 from tests.e2e.engines import start_engine
 from tests.e2e.test_hybrid import ask, extra
@@ -40,10 +40,14 @@ OTHER = BASE[: 3 * CHUNK] + random_prompt(2 * CHUNK, seed=2, vocab=64)
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     "eagle": {"method": "eagle"},
+    "mtp": {"method": "mtp"},
 }
 
 
-@pytest.fixture(scope="module", params=["ngram", pytest.param("eagle", marks=long_test)])
+@pytest.fixture(
+    scope="module",
+    params=["ngram", *(pytest.param(name, marks=long_test) for name in ("eagle", "mtp"))],
+)
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -54,8 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, method: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return make_checkpoint(folder / "model", Llama())
+def model(folder: Path, method: str) -> Path:
+    shape: Shape = Glm4Moe() if method == "mtp" else Llama()
+    return make_checkpoint(folder / "model", shape)
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +115,8 @@ def engine(
 
 
 def hit_tokens(method: str, tokens: int) -> int:
-    """Of a hit the last token is computed again for EAGLE's layer."""
-    return tokens // CHUNK * CHUNK - (method == "eagle")
+    """Of a hit the last token is computed again for a drafter's layer."""
+    return tokens // CHUNK * CHUNK - (method != "ngram")
 
 
 def test_the_second_engine_hits_what_the_first_stored(
