@@ -38,6 +38,8 @@ class Runner:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._requests = 0
+        self._drafts = 0
+        self._count_drafts()
         self._adapters: dict[str, LoRARequest] = {}
 
     def generate(self, requests: list[dict[str, Any]], settle: bool = True) -> list[dict[str, Any]]:
@@ -110,6 +112,10 @@ class Runner:
         """Forget the engine's own prefix cache, and the connector's only if wanted."""
         return bool(self._engine.reset_prefix_cache(reset_connector=reset_connector))
 
+    def proposed_drafts(self) -> int:
+        """How many tokens a drafter has proposed so far."""
+        return self._drafts
+
     def close(self) -> None:
         """Shut the engine down, its connector included."""
         self._engine.engine_core.shutdown()
@@ -125,6 +131,15 @@ class Runner:
             return None
         number = len(self._adapters) + 1
         return self._adapters.setdefault(folder, LoRARequest(Path(folder).name, number, folder))
+
+    def _count_drafts(self) -> None:
+        take = self._core.scheduler.update_draft_token_ids
+
+        def count(proposed: Any) -> None:
+            self._drafts += sum(map(len, proposed.draft_token_ids))
+            take(proposed)
+
+        self._core.scheduler.update_draft_token_ids = count
 
     def _step(self) -> list[Any]:
         outputs = self._engine.step()

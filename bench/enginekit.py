@@ -160,6 +160,10 @@ class EngineProcess:
         """
         return bool(self._command("reset_prefix_cache", reset_connector=reset_connector))
 
+    def proposed_drafts(self) -> int:
+        """How many tokens a drafter (speculative decoding) has proposed so far."""
+        return int(self._command("proposed_drafts"))
+
     def close(self) -> int:
         """Let the process shut its engine down and return its exit status."""
         self._stdin.close()

@@ -7,9 +7,12 @@ thousand tokens. Attention outputs are as large as the residual stream to which 
 lost or changed run of a few hundred cached tokens changes one of the first greedy tokens. And the
 output does not repeat itself. tests/e2e/test_modelkit.py proves both.
 
-Three families, for the three kinds of cache that vLLM lays out differently: grouped-query
-attention (Llama), latent attention (DeepSeek-V2, dense layers only) and sliding windows beside
-full attention (Gemma 3). Everything is seeded: the same shape and seed give the same file.
+Four families, for the kinds of cache that vLLM lays out differently: grouped-query attention
+(Llama), latent attention (DeepSeek-V2), and beside full attention sliding windows (Gemma 3) and
+chunked local attention (Llama 4). Two more are for GPUs or go with others: sparse latent attention
+(DeepSeek-V3.2), a drafter (EAGLE) and a model with one of its own (GLM-4.5). But for that one all
+layers are dense. Everything is seeded: the same shape
+and seed give the same file.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -179,6 +182,59 @@ class DeepseekV2:
 
 
 @dataclass(frozen=True)
+class DeepseekV32:
+    """Sparse latent attention: an indexer with a cache of its own chooses what a token sees.
+
+    vLLM has kernels for it on GPUs only, for these dimensions of heads and indexer.
+    """
+
+    layers: int = 3
+    hidden: int = 512
+    heads: int = 64
+    q_lora_rank: int = 512
+    index_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 2048
+    max_position: int = 8192
+
+    def config(self) -> dict[str, object]:
+        return {
+            **self._latent.config(),
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+            "q_lora_rank": self.q_lora_rank,
+            "index_n_heads": self.index_heads,
+            "index_head_dim": self.index_head_dim,
+            "index_topk": self.index_topk,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        }
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        low, indexed = self.q_lora_rank, self.index_heads * self.index_head_dim
+        for name, tensor in self._latent.weights(noise):
+            if not name.endswith("q_proj.weight"):
+                yield name, tensor
+                continue
+            base = name.removesuffix("q_proj.weight")
+            yield base + "q_a_proj.weight", noise.linear(low, self.hidden)
+            yield base + "q_a_layernorm.weight", torch.ones(low)
+            yield base + "q_b_proj.weight", noise.linear(len(tensor), low, QUERY_KEY_GAIN)
+            base += "indexer."
+            yield base + "wq_b.weight", noise.linear(indexed, low)
+            yield base + "wk.weight", noise.linear(self.index_head_dim, self.hidden)
+            yield base + "k_norm.weight", torch.ones(self.index_head_dim)
+            yield base + "k_norm.bias", torch.zeros(self.index_head_dim)
+            yield base + "weights_proj.weight", noise.linear(self.index_heads, self.hidden)
+
+    @property
+    def _latent(self) -> DeepseekV2:
+        return DeepseekV2(self.layers, self.hidden, self.heads, max_position=self.max_position)
+
+
+@dataclass(frozen=True)
 class Gemma3:
     """Sliding windows with full attention in every third layer: a hybrid of two cache groups."""
 
@@ -244,6 +300,123 @@ class Gemma3:
         yield "model.norm.weight", _gain(self.hidden, 1.0)
 
 
+@dataclass(frozen=True)
+class Llama4:
+    """Chunked local attention with full attention in every third layer. All layers are dense."""
+
+    layers: int = 6
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 512
+    piece: int = 768
+    """Tokens of a piece of local attention."""
+    full_every: int = 3
+    vocab: int = 2048
+    max_position: int = 8192
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": ["Llama4ForCausalLM"],
+            "model_type": "llama4_text",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "intermediate_size_mlp": self.intermediate,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            # Without weights of their own such norms leave no way to sharpen attention.
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_chunk_size": self.piece,
+            "no_rope_layers": [
+                int((layer + 1) % self.full_every != 0) for layer in range(self.layers)
+            ],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "interleave_moe_layer_step": 0,
+            "moe_layers": [],
+            "num_local_experts": 1,
+            **_common_config(self.vocab, self.max_position),
+        }
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _as_llama(self).weights(noise):
+            yield name.replace(".mlp.", ".feed_forward."), tensor
+
+
+@dataclass(frozen=True)
+class EagleLlama:
+    """EAGLE's drafter for a Llama of the same width: one layer, and nothing that it learnt."""
+
+    target: Llama = field(default_factory=lambda: Llama())
+
+    def config(self) -> dict[str, object]:
+        return {**replace(self.target, layers=1).config(), "architectures": ["LlamaForCausalLM"]}
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        hidden = self.target.hidden
+        yield "fc.weight", noise.linear(hidden, 2 * hidden)
+        for name, tensor in replace(self.target, layers=1).weights(noise):
+            if name.startswith("model.layers.") and not name.endswith("input_layernorm.weight"):
+                yield name.removeprefix("model."), tensor
+
+
+@dataclass(frozen=True)
+class Glm4Moe:
+    """A Llama with an MTP module, as GLM-4.5 has it. Its last layer and the module have experts."""
+
+    layers: int = 3
+    hidden: int = 256
+    intermediate: int = 512
+    experts: int = 2
+    vocab: int = 2048
+    max_position: int = 8192
+
+    def config(self) -> dict[str, object]:
+        return {
+            **_as_llama(self).config(),
+            "architectures": ["Glm4MoeForCausalLM"],
+            "model_type": "glm4_moe",
+            "num_nextn_predict_layers": 1,
+            "first_k_dense_replace": self.layers - 1,
+            "moe_intermediate_size": self.intermediate,
+            "n_routed_experts": self.experts,
+            "num_experts_per_tok": 1,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        }
+
+    def weights(self, noise: Noise) -> Iterator[tuple[str, Tensor]]:
+        with_experts = [f"model.layers.{layer}.mlp." for layer in (self.layers - 1, self.layers)]
+        for name, tensor in replace(_as_llama(self), layers=self.layers + 1).weights(noise):
+            if not name.startswith(tuple(with_experts)):
+                yield name, tensor
+        for base in with_experts:
+            yield base + "gate.weight", noise.linear(self.experts, self.hidden)
+            yield base + "gate.e_score_correction_bias", torch.zeros(self.experts)
+            for expert in ("shared_experts", *(f"experts.{n}" for n in range(self.experts))):
+                for name, tensor in _mlp(noise, "", self.hidden, self.intermediate):
+                    yield base + expert + name.removeprefix("mlp"), tensor
+        module = f"model.layers.{self.layers}."
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            yield f"{module}{norm}.weight", torch.ones(self.hidden)
+        yield module + "eh_proj.weight", noise.linear(self.hidden, 2 * self.hidden)
+        yield module + "shared_head.head.weight", noise.linear(self.vocab, self.hidden)
+        yield module + "embed_tokens.weight", noise(self.vocab, self.hidden, 1.0)
+
+
 def make_checkpoint(folder: Path, shape: Shape, *, seed: int = 0) -> Path:
     """Write config.json and model.safetensors (float32) into folder and return it.
 
@@ -287,6 +460,12 @@ def random_prompt(tokens: int, *, seed: int, vocab: int = 2048) -> list[int]:
     """A prompt of ``tokens`` token ids. Prompts of different seeds share hardly any prefix."""
     source = random.Random(seed)
     return [source.randrange(3, vocab) for _ in range(tokens)]
+
+
+def _as_llama(shape: Llama4 | Glm4Moe) -> Llama:
+    """The model of the same size whose weights have the same names, but for the MLP's."""
+    common = {one.name for one in fields(Llama)}
+    return Llama(**{name: value for name, value in asdict(shape).items() if name in common})
 
 
 def _common_config(vocab: int, max_position: int) -> dict[str, object]:

@@ -45,6 +45,7 @@ class GroupKind(ProtocolEnum):
     FULL_ATTENTION = types_pb2.GROUP_KIND_FULL_ATTENTION
     SLIDING_WINDOW = types_pb2.GROUP_KIND_SLIDING_WINDOW
     RECURRENT_STATE = types_pb2.GROUP_KIND_RECURRENT_STATE
+    CHUNKED_LOCAL_ATTENTION = types_pb2.GROUP_KIND_CHUNKED_LOCAL_ATTENTION
 
 
 class ChunkStatus(ProtocolEnum):
@@ -93,12 +94,16 @@ class Group:
     """The engine's index; None means that the engine has no groups, which is not group 0."""
     window_tokens: int = 0
     """Of SLIDING_WINDOW, the current token included; 0 for every other kind."""
+    attention_chunk_tokens: int = 0
+    """Of CHUNKED_LOCAL_ATTENTION: tokens of a piece, of which a token sees only its own; 0 for
+    every other kind."""
 
     def to_proto(self) -> types_pb2.Group:
         return types_pb2.Group(
             group_idx=self.group_idx,
             kind=types_pb2.GroupKind.ValueType(self.kind),
             window_tokens=self.window_tokens,
+            attention_chunk_tokens=self.attention_chunk_tokens,
             shard_bytes=self.shard_bytes,
         )
 
@@ -108,6 +113,7 @@ class Group:
             kind=GroupKind(message.kind),
             group_idx=_group_idx(message),
             window_tokens=message.window_tokens,
+            attention_chunk_tokens=message.attention_chunk_tokens,
             shard_bytes=tuple(message.shard_bytes),
         )
 

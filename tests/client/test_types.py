@@ -22,6 +22,7 @@ groups = st.builds(
     kind=st.sampled_from(GroupKind),
     group_idx=st.none() | st.integers(0, 63),
     window_tokens=st.integers(0, 2**20),
+    attention_chunk_tokens=st.integers(0, 2**20),
     shard_bytes=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
 )
 namespaces = st.builds(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from enginekit import Request
-from modelkit import DeepseekV2, Gemma3, Llama, Shape, make_checkpoint, random_prompt
+from modelkit import DeepseekV2, Gemma3, Llama, Llama4, Shape, make_checkpoint, random_prompt
 from tests.e2e.engines import start_engine
 
 pytestmark = pytest.mark.e2e
@@ -20,8 +20,9 @@ CHUNK_TOKENS = 256
         (Llama(), {}),
         (DeepseekV2(), {"block_size": 16}),
         (Gemma3(), {}),
+        (Llama4(), {}),
     ],
-    ids=["llama", "deepseek_v2", "gemma3"],
+    ids=["llama", "deepseek_v2", "gemma3", "llama4"],
 )
 def test_zeroing_one_chunk_changes_the_greedy_tokens(
     shape: Shape, arguments: dict[str, Any], tmp_path: Path

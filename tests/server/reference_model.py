@@ -419,7 +419,7 @@ class Model:
         groups = self.namespaces[namespace].groups
         for hit in range(len(keys), 0, -1):
             needed = [self._needed(namespace, group, hit) for group in groups]
-            if all(
+            if any(needed) and all(
                 self._is_there(namespace, keys[chunk], position)
                 for position, chunks in enumerate(needed)
                 for chunk in chunks
@@ -434,6 +434,14 @@ class Model:
         if group.kind is GroupKind.RECURRENT_STATE:
             return range(hit - 1, hit)
         chunk_tokens = self.namespaces[namespace].chunk_tokens
+        if group.kind is GroupKind.CHUNKED_LOCAL_ATTENTION:
+            own_piece = [
+                token
+                for token in range(hit * chunk_tokens)
+                if token // group.attention_chunk_tokens
+                == hit * chunk_tokens // group.attention_chunk_tokens
+            ]
+            return range(own_piece[0] // chunk_tokens, hit) if own_piece else range(hit, hit)
         first_token = max(0, hit * chunk_tokens - (group.window_tokens - 1))
         return range(min(first_token // chunk_tokens, hit - 1), hit)
 

@@ -153,6 +153,8 @@ def group(**fields: object) -> types_pb2.Group:
         {"groups": [group(), group(group_idx=1)]},
         {"groups": [group(group_idx=1), group(group_idx=1)]},
         {"groups": [group(window_tokens=5)]},
+        {"groups": [group(attention_chunk_tokens=64)]},
+        {"groups": [group(kind=types_pb2.GROUP_KIND_CHUNKED_LOCAL_ATTENTION)]},
         {"groups": [group(kind=types_pb2.GROUP_KIND_SLIDING_WINDOW)]},
         {"labels": {str(number): "" for number in range(33)}},
         {"labels": {"x": "y" * 257}},

@@ -74,6 +74,15 @@ NAMESPACES = {
             group(GroupKind.RECURRENT_STATE, 5 * PAGE_BYTES, group_idx=3),
         ),
     ),
+    "local": Namespace(
+        "local",
+        16,
+        1,
+        (
+            Group(0, GroupKind.CHUNKED_LOCAL_ATTENTION, 0, (2 * PAGE_BYTES,), 40),
+            group(GroupKind.FULL_ATTENTION, PAGE_BYTES, group_idx=1),
+        ),
+    ),
     "large": Namespace("large", 16, 1, (group(GroupKind.FULL_ATTENTION, 2 * SLABS * SLAB),)),
 }
 

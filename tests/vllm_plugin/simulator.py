@@ -8,8 +8,12 @@ block where the scheduler believes them to be. So whatever puts a wrong byte any
 wrong place, a store of blocks that were given away, a key that says too little, is found in the
 next step that matters.
 
-A model has one or several groups of layers, of full attention or of sliding windows, with blocks of
-one size or of several. As in vLLM the groups lie over one another in the same memory.
+A model has one or several groups of layers, of full attention, of sliding windows or of chunked
+local attention, with blocks of one size or of several. As in vLLM the groups lie over one another
+in the same memory.
+
+With speculative decoding some of each step's drafts are right. The model writes what it computes of
+all of them. A layer of the drafter holds bytes that depend on the next token too, as of EAGLE.
 
 Messages between the halves are pickled, as they are between vLLM's processes.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
+import shutil
 import struct
 import time
 from collections import deque
@@ -47,6 +52,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -55,7 +61,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -78,6 +84,8 @@ class Layers:
     block_tokens: int = BLOCK_TOKENS
     window: int = 0
     """Tokens that a token sees, itself included. 0: all."""
+    piece: int = 0
+    """Chunked local attention: a token sees only the piece of so many tokens that it is in."""
 
     @property
     def row_bytes(self) -> int:
@@ -86,6 +94,8 @@ class Layers:
 
     def first_seen(self, token: int) -> int:
         """The first token that a token sees."""
+        if self.piece:
+            return token // self.piece * self.piece
         return max(0, token - self.window + 1) if self.window else 0
 
     def spec(self, *, mla: bool) -> KVCacheSpec:
@@ -94,6 +104,9 @@ class Layers:
         if self.window:
             of_window = SlidingWindowMLASpec if mla else SlidingWindowSpec
             return of_window(sliding_window=self.window, **sizes)
+        if self.piece:
+            assert not mla
+            return ChunkedLocalAttentionSpec(attention_chunk_size=self.piece, **sizes)
         return (MLAAttentionSpec if mla else FullAttentionSpec)(**sizes)
 
 
@@ -126,6 +139,16 @@ class _History:
 
     def next_token(self, tokens: Sequence[int]) -> int:
         return 3 + int.from_bytes(self.digests(tokens)[len(tokens) - 1][:2], "little") % 2000
+
+    def proposal(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Drafts of the next tokens, most of them right."""
+        self.digests(tokens)
+        tip, proposed = self._tip, []
+        for _ in range(count):
+            token = 3 + int.from_bytes(tip[:2], "little") % 2000
+            proposed.append(token + (tip[2] % 4 == 0))
+            tip = hashlib.sha256(tip + struct.pack("<I", token)).digest()
+        return proposed
 
 
 class _Rank:
@@ -179,6 +202,20 @@ class _Running:
     tokens: list[int]
     block_ids: list[list[int]]
     num_computed_tokens: int
+    drafts: list[int] = field(default_factory=list)
+    """Proposed for the next step."""
+
+
+@dataclass
+class _Input:
+    """What a step computes of one request: the tokens from ``start`` on."""
+
+    start: int
+    end: int
+    digests: list[bytes]
+    """Of all tokens up to ``end``. Those of rejected drafts are of no prompt."""
+    settled: list[bytes]
+    """Of all tokens that are known when the step's drafts are verified."""
 
 
 class SimulatedEngine:
@@ -195,12 +232,18 @@ class SimulatedEngine:
         tensor_size: int = 1,
         async_scheduling: bool = False,
         handshake: bool = True,
+        drafts: int = 0,
+        chained: bool = False,
         extra_config: dict[str, Any] | None = None,
         before: Sequence[dict[str, Any]] = (),
         behind: Sequence[dict[str, Any]] = (),
         **arguments: Any,
     ) -> None:
-        """``before`` and ``behind`` are other connectors, by their place beside KVDock's."""
+        """``before`` and ``behind`` are other connectors, by their place beside KVDock's.
+
+        ``drafts``: how many tokens EAGLE proposes in each step. 0: there is no drafter.
+        ``chained``: a chain of as many MTP modules does, each of which reads one token further.
+        """
         register()
         kvdock = {
             "kv_connector": "KVDockConnector",
@@ -216,6 +259,12 @@ class SimulatedEngine:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"connectors": [*before, kvdock, *behind]},
         }
+        if drafts:
+            arguments["speculative_config"] = {
+                "method": "eagle",
+                "model": str(_draft_model(model)),
+                "num_speculative_tokens": drafts,
+            }
         settings: dict[str, Any] = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -229,6 +278,8 @@ class SimulatedEngine:
             **arguments,
         }
         self.config = EngineArgs(**settings).create_engine_config()
+        if chained:
+            setattr(self.config.speculative_config, "use_multi_module_mtp", lambda: True)  # noqa: B010
         # The CPU platform turns it off, for reasons that are not the scheduler's.
         self.config.scheduler_config.async_scheduling = async_scheduling
         self.config.cache_config.block_size = BLOCK_TOKENS
@@ -246,6 +297,8 @@ class SimulatedEngine:
             for rank in range(tensor_size)
         ]
         self._overlap = async_scheduling
+        self._drafts = drafts
+        self._read_ahead = drafts if chained else min(1, drafts)
         self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
@@ -277,6 +330,9 @@ class SimulatedEngine:
         self._pending: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._wrong: deque[set[int]] = deque()
         """For each step whose results are not processed the blocks that it left wrong."""
+        self._inputs: dict[str, _Input] = {}
+        self.accepted_drafts = 0
+        self.rejected_drafts = 0
         self.outcomes: dict[str, Outcome] = {}
         self.between_schedule_and_forward: Callable[[], None] = lambda: None
         """Runs in each step after scheduling."""
@@ -332,8 +388,8 @@ class SimulatedEngine:
         self.between_schedule_and_forward()
         self._batch(output)
         self._wrong.append(set())
-        reports = [self._run_rank(rank, output) for rank in self.ranks]
         result = self._sample(output)
+        reports = [self._run_rank(rank, output) for rank in self.ranks]
         busy = output.total_num_scheduled_tokens > 0
         outputs = [copy.copy(result) for _ in reports]
         for one, report in zip(outputs, reports, strict=True):
@@ -364,6 +420,10 @@ class SimulatedEngine:
                 if item.finish_reason is not None:
                     outcome.finish_reason = str(item.finish_reason)
                     outcome.kv_transfer_params = item.kv_transfer_params
+        if self._drafts and not self._overlap:
+            # An asynchronous scheduler knows only how many there are.
+            proposed = [list(self._running[name].drafts) for name in result.req_ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(result.req_ids, proposed))
 
     def run(self, seconds: float = 30.0) -> None:
         """Steps until there is nothing left to do. AssertionError if that takes too long."""
@@ -460,8 +520,8 @@ class SimulatedEngine:
         loads_first = getattr(output, "has_sync_kv_loads", bool(self.others))
         if loads_first:
             connector.start_load_kv(context)
-        for name, count in output.num_scheduled_tokens.items():
-            self._forward(rank, name, count)
+        for name in output.num_scheduled_tokens:
+            self._forward(rank, name)
         if not loads_first:
             connector.start_load_kv(context)
         connector.wait_for_save()
@@ -474,13 +534,11 @@ class SimulatedEngine:
         connector.clear_connector_metadata()
         return report
 
-    def _forward(self, rank: _Rank, name: str, count: int) -> None:
+    def _forward(self, rank: _Rank, name: str) -> None:
         """Checks the tokens before, writes those of this step."""
-        running = self._running[name]
-        start = running.num_computed_tokens
-        end = start + count
-        digests = self._histories[name].digests(running.tokens)
         excused = self.known_to_be_wrong(rank.connector).union(*self._wrong)
+        running, step = self._running[name], self._inputs[name]
+        start, end = step.start, step.end
         for group, layers in enumerate(self.groups):
             size = layers.block_tokens
             table = np.array(running.block_ids[group])
@@ -488,8 +546,16 @@ class SimulatedEngine:
             first = layers.first_seen(start)
             for index, view in enumerate(rank.views[group]):
                 layer = group * _LAYERS_A_GROUP + index
+                digests = step.digests
+                if self._drafts and index == _LAYERS_A_GROUP - 1:
+                    # The drafter's layer.
+                    digests = [*step.settled[self._read_ahead :], *[bytes(16)] * len(digests)]
                 rows = rank.rows(digests[first:end], layer, layers.row_bytes)
                 old = rows[: start - first]
+                if self._read_ahead > 1 and index == _LAYERS_A_GROUP - 1:
+                    # A chain computes the last tokens again, now that more tokens follow them.
+                    again = min(len(old), self._read_ahead - 1)
+                    view[slots[start - again : start]] = old[len(old) - again :]
                 wrong = np.nonzero((view[slots[first:start]] != old).any(axis=1))[0]
                 if len(wrong) and excused.issuperset((slots[first + wrong] // size).tolist()):
                     view[slots[start:end]] = ~rows[start - first :]
@@ -505,17 +571,38 @@ class SimulatedEngine:
                 view[slots[start:end]] = rows[start - first :]
 
     def _sample(self, output: Any) -> ModelRunnerOutput:
+        """Verifies the step's drafts, and proposes those of the next one."""
         names = list(output.num_scheduled_tokens)
         sampled = []
-        for name in names:
-            running = self._running[name]
-            if running.num_computed_tokens + output.num_scheduled_tokens[name] == len(
-                running.tokens
-            ):
-                running.tokens.append(self._histories[name].next_token(running.tokens))
-                sampled.append([running.tokens[-1]])
+        self._inputs = {}
+        for name, count in output.num_scheduled_tokens.items():
+            running, history = self._running[name], self._histories[name]
+            scheduled = output.scheduled_spec_decode_tokens.get(name, ())
+            drafts = running.drafts[: len(scheduled)]
+            if self._overlap or -1 in scheduled:
+                # The scheduler knows only how many there are, or pads a request's first step.
+                drafts += [-1] * (len(scheduled) - len(drafts))
             else:
-                sampled.append([])
+                assert drafts == list(scheduled)
+            # An asynchronous scheduler counts drafts as computed that were rejected meanwhile.
+            start = min(running.num_computed_tokens, len(running.tokens) - 1)
+            end = start + count
+            right = len(running.tokens)
+            new: list[int] = []
+            if end - len(drafts) == right:
+                for draft in [*drafts, None]:
+                    new.append(history.next_token(running.tokens))
+                    running.tokens.append(new[-1])
+                    if draft != new[-1]:
+                        break
+                self.accepted_drafts += len(new) - 1
+                self.rejected_drafts += len(drafts) - len(new) + 1
+                right += len(new) - 1
+                running.drafts = history.proposal(running.tokens, self._drafts)
+            settled = history.digests(running.tokens)
+            rejected = [hashlib.sha256(b"%d" % n).digest()[:16] for n in range(right, end)]
+            self._inputs[name] = _Input(start, end, [*settled[:right], *rejected], settled)
+            sampled.append(new)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -564,6 +651,11 @@ def _finished(connector: Any, finished_req_ids: set[str]) -> dict[str, set[str]]
         "finished_recving": results.finished_recving,
         "failed_recving": results.failed_recving,
     }
+
+
+def _draft_model(model: Path) -> Path:
+    """A drafter beside ``model``. Its files are the model's: they are read, and never run."""
+    return Path(shutil.copytree(model, model.with_name("drafter"), dirs_exist_ok=True))
 
 
 def _pickled(value: Any) -> Any:

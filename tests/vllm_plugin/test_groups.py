@@ -12,7 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    SlidingWindowManager,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -53,6 +56,10 @@ def window(tokens: int, block: int = 4, retained: int = 0) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size=block, sliding_window=tokens, **SIZES, **more)
 
 
+def local(piece: int, block: int = 4) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(block_size=block, attention_chunk_size=piece, **SIZES)
+
+
 def shapes_of(*specs: KVCacheSpec) -> tuple[GroupShape, ...]:
     groups = [KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(specs)]
     return group_shapes(KVCacheConfig(6, [], groups), "some/model")
@@ -73,6 +80,9 @@ def test_one_group_is_no_group_and_several_are_numbered() -> None:
         (full(), GroupKind.FULL_ATTENTION, 0),
         (full(sliding_window=64), GroupKind.FULL_ATTENTION, 0),
         (MLAAttentionSpec(block_size=16, **LATENT), GroupKind.FULL_ATTENTION, 0),
+        # Llama 4 with EAGLE: vLLM keeps all blocks of all layers, in one group.
+        (full(attention_chunk_size=64), GroupKind.FULL_ATTENTION, 0),
+        (local(64), GroupKind.CHUNKED_LOCAL_ATTENTION, 64),
         (window(128), GroupKind.SLIDING_WINDOW, 128),
         # Kept below the window for speculative decoding, and so looked for in it.
         *([(window(128, retained=2), GroupKind.SLIDING_WINDOW, 130)] if RETAINS else []),
@@ -101,10 +111,6 @@ def mamba() -> KVCacheSpec:
     ("make", "named"),
     [
         (lambda: SinkFullAttentionSpec(block_size=4, sink_len=4, **SIZES), "SinkFullAttentionSpec"),
-        (
-            lambda: ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=64, **SIZES),
-            "ChunkedLocalAttentionSpec",
-        ),
         (mamba, "MambaSpec"),
         (lambda: full(non_causal=True), "non-causally"),
         pytest.param(
@@ -159,12 +165,27 @@ def test_needed_are_the_blocks_that_vllm_holds(
     assert shapes_of(full(block))[0].first_needed_block(computed) == 0
 
 
+@given(block=st.integers(1, 40), piece=st.integers(1, 200), computed=st.integers(0, 1000))
+def test_needed_of_a_piece_are_the_blocks_that_vllm_holds(
+    block: int, piece: int, computed: int
+) -> None:
+    manager = SimpleNamespace(attention_chunk_size=piece)
+    skipped = ChunkedLocalAttentionManager.get_num_skipped_tokens(manager, computed)  # type: ignore[arg-type]
+    (shape,) = shapes_of(local(piece, block))
+    assert shape.first_needed_block(computed) == skipped // block
+    # A block is left behind by the first number of computed tokens after which it is not needed.
+    first = shape.first_needed_block(computed)
+    gone_at = shape.left_behind_at(first)
+    assert shape.first_needed_block(gone_at) > first >= shape.first_needed_block(gone_at - 1)
+
+
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[GroupShape, int]:
-    """A window, and a chunk of whole blocks."""
-    block = draw(st.integers(1, 24))
-    (shape,) = shapes_of(window(draw(st.integers(2, 150)), block))
-    return shape, block * draw(st.integers(1, 12))
+    """A window or pieces, and a chunk that fits."""
+    block, tokens = draw(st.integers(1, 24)), draw(st.integers(2, 150))
+    spec = draw(st.sampled_from([window(tokens, block), local(tokens, block)]))
+    shapes = shapes_of(spec)
+    return shapes[0], fitting_chunk_tokens(block * draw(st.integers(1, 12)), shapes)
 
 
 @given(sizes(), st.integers(1, 20))
@@ -174,9 +195,10 @@ def test_the_parts_that_a_hit_locks_hold_every_block_that_it_needs(
     shape, chunk_tokens = drawn
     group = server.Group(
         group_idx=None,
-        kind=server.GroupKind.SLIDING_WINDOW,
-        window_tokens=shape.window_tokens,
+        kind=server.GroupKind(shape.kind),
+        window_tokens=0 if shape.is_in_pieces else shape.window_tokens,
         shard_bytes=(1,),
+        attention_chunk_tokens=shape.window_tokens if shape.is_in_pieces else 0,
     )
     locked = range(hit - group.needed_chunks(hit, chunk_tokens), hit)
     had = {
@@ -187,7 +209,10 @@ def test_the_parts_that_a_hit_locks_hold_every_block_that_it_needs(
     end = hit * chunk_tokens
     assert had >= set(shape.needed_blocks(0, end))
     # And with them every token that the next one sees.
-    seen = range(max(0, end - shape.window_tokens + 1), end)
+    first_seen = end - shape.window_tokens + 1
+    if shape.is_in_pieces:
+        first_seen = end - end % shape.window_tokens
+    seen = range(max(0, first_seen), end)
     assert had >= {token // shape.block_tokens for token in seen}
 
 
@@ -200,7 +225,8 @@ def test_what_a_step_completes_it_still_holds(
     # One step later too, which is when an asynchronous scheduler knows the last token.
     before = max(0, computed - 1)
     for chunk in range(before // chunk_tokens, (computed + scheduled) // chunk_tokens):
-        assert shape.part(chunk, chunk_tokens).start >= held
+        is_needed = not shape.is_in_pieces or (chunk + 1) * chunk_tokens % shape.window_tokens
+        assert shape.part(chunk, chunk_tokens).start >= held or not is_needed
 
 
 def test_a_window_keeps_no_more_of_a_chunk_than_a_hit_can_ask_for() -> None:
@@ -227,3 +253,30 @@ def test_chunks_consist_of_whole_blocks_of_every_group(
     shapes = shapes_of(*(full(block) for block in blocks))
     assert fitting_chunk_tokens(wanted, shapes) == chunk
     assert all(math.gcd(chunk, block) == block for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "block", "piece", "chunk"),
+    [
+        (32, 16, 8192, 32),
+        (300, 16, 8192, 512),
+        (10_000, 16, 8192, 16_384),
+        (48, 16, 64, 64),
+        # No chunk of whole blocks divides the piece.
+        (32, 16, 40, 80),
+    ],
+)
+def test_pieces_consist_of_whole_chunks_or_chunks_of_whole_pieces(
+    wanted: int, block: int, piece: int, chunk: int
+) -> None:
+    shapes = shapes_of(full(block), local(piece, block))
+    assert fitting_chunk_tokens(wanted, shapes) == chunk
+    nothing = [shape.needs_nothing_of(chunk) for shape in shapes]
+    assert nothing == [False, chunk % piece == 0]
+
+
+def test_a_prompt_of_whole_pieces_lacks_the_last_piece_for_its_last_token() -> None:
+    shape, all_of_it = shapes_of(local(64, 16), full(16))
+    lacking = [tokens for tokens in range(1, 300) if shape.lacks_a_block_for_the_last_token(tokens)]
+    assert lacking == [64, 128, 192, 256]
+    assert not all_of_it.lacks_a_block_for_the_last_token(64)

@@ -40,12 +40,14 @@ from kvdock_vllm.connector import KVDockConnector
 C = CHUNK_TOKENS
 ASK = {"num_kvdock_extra_cached_tokens": None}
 
-# One group, and several: windows longer and shorter than a chunk, blocks of one size and of two.
+# One group, and several: windows longer and shorter than a chunk, blocks of one size and of two,
+# and local attention whose pieces are two chunks.
 MODELS = [
     (Layers(),),
     (Layers(), Layers(32, window=150)),
     (Layers(16, window=24), Layers(), Layers(32, window=33)),
     (Layers(32), Layers(16, window=100)),
+    (Layers(), Layers(piece=2 * C)),
 ]
 if not issubclass(KVDockConnector, SupportsHMA):
     MODELS = MODELS[:1]
@@ -80,6 +82,7 @@ class EngineLife(RuleBasedStateMachine):
         ranks=st.sampled_from([1, 1, 2]),
         mla=st.booleans(),
         async_scheduling=st.booleans(),
+        drafts=st.sampled_from([0, 0, 3]),
         groups=st.sampled_from(MODELS),
         prefix_caching=st.sampled_from([True, True, False]),
         stem=st.sampled_from(STEMS),
@@ -95,6 +98,7 @@ class EngineLife(RuleBasedStateMachine):
         ranks: int,
         mla: bool,
         async_scheduling: bool,
+        drafts: int,
         groups: tuple[Layers, ...],
         prefix_caching: bool,
         stem: list[int],
@@ -115,10 +119,11 @@ class EngineLife(RuleBasedStateMachine):
             self.server.address,
             num_blocks=_few_blocks(groups),
             tensor_size=ranks,
-            mla=mla,
+            mla=mla and not any(layers.piece for layers in groups),
             groups=groups,
             enable_prefix_caching=prefix_caching,
             async_scheduling=async_scheduling,
+            drafts=drafts,
             max_num_seqs=4,
             extra_config={"kvdock.save_decode": save_decode},
             **beside,

@@ -47,8 +47,9 @@ MODELS = {
     "larger blocks of full attention": (Layers(32), Layers(16, window=100)),
     "nothing but a window": (Layers(16, window=100),),
     "no window at all": (FULL, Layers(32)),
+    "pieces of several chunks": (Layers(16, piece=4 * C), FULL, Layers(16, piece=4 * C)),
 }
-SOME = ["window of several chunks", "two windows"]
+SOME = ["window of several chunks", "two windows", "pieces of several chunks"]
 
 
 @pytest.fixture(params=MODELS)
@@ -61,9 +62,13 @@ def hit(groups: tuple[Layers, ...], tokens: int) -> int:
     """How many of a prompt's tokens can be had when all of it was stored.
 
     vLLM computes the last token again, for which a window may need a block more than vLLM keeps:
-    that of a prompt of whole chunks is not asked for then.
+    that of a prompt of whole chunks is not asked for then. Nor is that of a prompt of whole pieces.
     """
-    awkward = any(one.window and (one.window - 1) % one.block_tokens == 0 for one in groups)
+    awkward = any(
+        (one.window and (one.window - 1) % one.block_tokens == 0)
+        or (one.piece and tokens % one.piece == 0)
+        for one in groups
+    )
     return (tokens - awkward) // C * C
 
 
@@ -154,6 +159,47 @@ def test_only_what_the_windows_need_is_stored_and_loaded(
     assert other.counted["loaded_chunks"] == 1 + 6 + 1
     assert other.counted["loaded_bytes"] == (2 + 6 * 4 + 1) * page
     assert status(kvdock).counters.retrieved_shards == 8
+
+
+@pytest.mark.parametrize(("chunks", "of_piece"), [(2, 2), (3, 0), (4, 1), (6, 0)])
+def test_of_local_attention_only_the_last_piece_is_loaded(
+    start_engine: StartEngine, kvdock: Any, chunks: int, of_piece: int
+) -> None:
+    groups = (FULL, Layers(16, piece=3 * C))
+    start_engine(groups=groups).generate(prompt(6 * C + 5))
+    other = start_engine(groups=groups)
+    warm = other.generate(
+        prompt(6 * C + 5)[: chunks * C + 5], max_tokens=40, kv_transfer_params=ASK
+    )
+    assert extra(warm) == chunks * C
+    assert other.counted["loaded_chunks"] == chunks + of_piece
+    assert status(kvdock).counters.retrieved_shards == chunks + of_piece
+
+
+@pytest.mark.parametrize("piece", [C // 2, C])
+def test_of_local_attention_nothing_is_kept_where_a_piece_ends_with_each_chunk(
+    start_engine: StartEngine, kvdock: Any, piece: int
+) -> None:
+    groups = (Layers(16, piece=piece), FULL)
+    start_engine(groups=groups).generate(prompt(4 * C + 5), max_tokens=C)
+    assert status(kvdock).index.parts == 5
+    other = start_engine(groups=groups)
+    for tokens in (3 * C, 4 * C + 5):
+        warm = other.generate(prompt(4 * C + 5)[:tokens], max_tokens=C, kv_transfer_params=ASK)
+        assert warm.tokens == other.expected(prompt(4 * C + 5)[:tokens], C)
+        assert extra(warm) == (2 * C if tokens == 3 * C else 4 * C)
+        other.forget()
+
+
+def test_a_model_of_local_attention_alone(start_engine: StartEngine, kvdock: Any) -> None:
+    groups = (Layers(16, piece=2 * C),)
+    engine, other = start_engine(groups=groups), start_engine(groups=groups)
+    # Of a longer prompt vLLM computes only the last piece, which extends nothing that is stored.
+    for tokens, hit_tokens in ((C + 5, C), (5 * C + 5, 0)):
+        engine.generate(prompt(tokens))
+        warm = other.generate(prompt(tokens), max_tokens=40, kv_transfer_params=ASK)
+        assert warm.tokens == other.expected(prompt(tokens), 40)
+        assert extra(warm) == hit_tokens
 
 
 def test_a_hit_needs_no_parts_before_its_windows(start_engine: StartEngine, kvdock: Any) -> None:

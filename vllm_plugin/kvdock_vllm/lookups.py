@@ -31,16 +31,19 @@ class Lookups:
         read_scope: ReadScope,
         stats: Stats,
         timeout: float,
+        tokens_read_ahead: int = 0,
     ) -> None:
-        """``timeout`` is in seconds. Counts go to ``stats``."""
+        """``timeout`` is in seconds. Counts go to ``stats``. ``tokens_read_ahead``: so many tokens
+        before its end a hit is told to end, since draft layers hold of these what was made for the
+        prompt that was stored.
+        """
         self._link = link
         self._readers = strategy.world_size
-        # If the whole prompt were a hit, such a group would lack a block to compute the last token.
-        # So the last token is not looked up.
-        self._tokens_left_out = any(shape.lacks_a_block_for_the_last_token for shape in shapes)
+        self._shapes = shapes
         self._read_scope = read_scope
         self._stats = stats
         self._timeout = timeout
+        self._tokens_read_ahead = tokens_read_ahead
         self._wait = AnswerWait(idle_steps_wait=strategy.steps_alone)
 
     def end_step(self, has_forward: bool) -> None:
@@ -52,7 +55,10 @@ class Lookups:
         live = self._link.usable
         if live is None or self._link.breaker.is_open:
             return
-        num_tokens = record.request.num_tokens - self._tokens_left_out
+        num_tokens = record.request.num_tokens
+        if any(shape.lacks_a_block_for_the_last_token(num_tokens) for shape in self._shapes):
+            # If the whole prompt were a hit, a block would be lacking to compute the last token.
+            num_tokens -= 1
         keys = record.keys(self._read_scope, num_tokens, live.prepared.chunk_tokens)
         if self._link.relay is not None:
             self._link.relay.know_adapter(record.request, record.adapter)
@@ -87,7 +93,23 @@ class Lookups:
         if lookup.state is State.ASKED:
             return None if is_wanted else 0
         lookup.num_computed_tokens = num_computed_tokens
-        return lookup.hit_chunks * lookup.target.chunk_tokens
+        return self._usable_tokens(lookup)
+
+    def _usable_tokens(self, lookup: Lookup) -> int:
+        """The tokens of a hit without the last ones that are computed again. All, if some group
+        needs blocks for these that no hit of this length has.
+        """
+        chunk_tokens = lookup.target.chunk_tokens
+        end = lookup.hit_chunks * chunk_tokens
+        earlier = max(0, end - self._tokens_read_ahead)
+        if all(
+            shape.has_blocks_after(
+                earlier, lookup.locked.get(shape.group_idx, range(0)).start, chunk_tokens
+            )
+            for shape in self._shapes
+        ):
+            return earlier
+        return end
 
     def note_answer(self, record: Record) -> None:
         """Ends the lookup of a request that loads nothing, once it is answered."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock.types import Group, Namespace
 from kvdock_vllm import weights
+from kvdock_vllm.drafts import has_kv_of_its_own
 from kvdock_vllm.engine.groups import GroupShape
 from kvdock_vllm.engine.layout import UnsupportedLayoutError
 from kvdock_vllm.engine.parallel import ParallelStrategy
@@ -78,7 +79,8 @@ def derive_namespace(
             Group(
                 kind=shape.kind,
                 group_idx=shape.group_idx,
-                window_tokens=shape.window_tokens,
+                window_tokens=shape.window_tokens if not shape.is_in_pieces else 0,
+                attention_chunk_tokens=shape.window_tokens if shape.is_in_pieces else 0,
                 shard_bytes=_shard_bytes(shape, [shard[index] for shard in shards], chunk_tokens),
             )
             for index, shape in enumerate(shapes)
@@ -148,7 +150,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
         # An item's name commits to the settings of its request, but not to the engine's.
         facts["multimodal"] = {name: getattr(multimodal, name, None) for name in _MEDIA_SETTINGS}
     speculative: Any = getattr(vllm_config, "speculative_config", None)
-    if speculative is not None:
+    if speculative is not None and has_kv_of_its_own(speculative):
         # A draft model has layers, and so KV, of its own.
         draft: Any = getattr(speculative, "draft_model_config", None)
         facts["draft"] = [

@@ -28,6 +28,7 @@ from kvdock_vllm import ended_loads
 from kvdock_vllm.beside import Beside
 from kvdock_vllm.blocks import blocks_written, follow_blocks, tokens_computed
 from kvdock_vllm.config import RECOMPUTE, Config
+from kvdock_vllm.drafts import tokens_read_ahead
 from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
 from kvdock_vllm.engine.load_waits import LoadWaits
 from kvdock_vllm.engine.loads import Loads
@@ -101,8 +102,11 @@ class SchedulerHalf:
         self.records = Records(len(shapes))
         self.link = SchedulerLink(vllm_config, strategy, shapes, config, self._relay)
         read_scope = ScopeReader(vllm_config).scope
+        read_ahead = tokens_read_ahead(vllm_config)
+        # Of the last tokens a chain of draft layers computes all but the first layer's KV again.
+        self._unsettled_tokens = max(0, read_ahead - 1)
         self.lookups = Lookups(
-            self.link, strategy, shapes, read_scope, self._stats, config.lookup_timeout
+            self.link, strategy, shapes, read_scope, self._stats, config.lookup_timeout, read_ahead
         )
         self.loads = Loads(shapes, all_or_nothing=self._whole_prompts_only)
         has_prefix_cache = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -259,7 +263,9 @@ class SchedulerHalf:
             computed = request.num_computed_tokens
             # The scheduler counts draft tokens as computed before they are accepted.
             num_tokens = min(computed + num_scheduled, request.num_tokens)
-            spec = self._plan_store(record, num_tokens, live.prepared, held_from=computed)
+            # It gives away by what is computed for certain.
+            held_from = max(0, computed - request.num_in_flight_tokens)
+            spec = self._plan_store(record, num_tokens, live.prepared, held_from=held_from)
             if spec is not None:
                 specs.append(spec)
         return specs
@@ -278,6 +284,7 @@ class SchedulerHalf:
         # A request that has ended by itself had no block that could not be filled.
         if not is_last and self.others_loads.are_in_doubt(record.tables):
             return None
+        num_tokens -= self._unsettled_tokens
         if not self._save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
         if (awaited := record.lookup) is not None:

@@ -62,13 +62,21 @@ def _shape(group: KVCacheGroupSpec, group_idx: int | None) -> GroupShape:
 
 def _kind_and_window(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     """How much of the past a layer needs. Raises UnsupportedModelError."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+    )
 
     anything: Any = spec
     name = type(spec).__name__
     # These subclasses have rules of their own about which tokens a block holds.
-    refused = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
-    if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)) or name in refused:
+    refused = ("RSWASpec", "HiddenStateCacheSpec")
+    if name == "SinkFullAttentionSpec":
+        # Since 0.32 vLLM may give the blocks of the sinks to requests.
+        raise UnsupportedModelError(f"it keeps attention sinks in blocks of their own ({name})")
+    known = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    if not isinstance(spec, known) or name in refused:
         raise UnsupportedModelError(f"it has a KV cache of kind {name}")
     if getattr(anything, "non_causal", False):
         # Then a token's keys depend on later tokens, to which its chunk's key does not commit.
@@ -78,4 +86,6 @@ def _kind_and_window(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     if isinstance(spec, SlidingWindowSpec):
         window = anything.sliding_window + getattr(anything, "extra_retained_tokens", 0)
         return GroupKind.SLIDING_WINDOW, window
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return GroupKind.CHUNKED_LOCAL_ATTENTION, spec.attention_chunk_size
     return GroupKind.FULL_ATTENTION, 0

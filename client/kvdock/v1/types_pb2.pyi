@@ -109,6 +109,11 @@ class _GroupKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """The last window_tokens - 1 tokens: a hit of n chunks needs the parts that hold them."""
     GROUP_KIND_RECURRENT_STATE: _GroupKind.ValueType  # 3
     """The state after the last token: a hit of n chunks needs part n - 1."""
+    GROUP_KIND_CHUNKED_LOCAL_ATTENTION: _GroupKind.ValueType  # 4
+    """The prompt is divided into pieces of attention_chunk_tokens tokens, and a token sees only its own
+    piece up to itself. A hit of t tokens needs the parts that hold the tokens from the last multiple of
+    attention_chunk_tokens that is not above t up to t: none where t is itself a multiple.
+    """
 
 class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
     """What a KV-cache group needs of the past. It decides what a hit is."""
@@ -121,6 +126,11 @@ GROUP_KIND_SLIDING_WINDOW: GroupKind.ValueType  # 2
 """The last window_tokens - 1 tokens: a hit of n chunks needs the parts that hold them."""
 GROUP_KIND_RECURRENT_STATE: GroupKind.ValueType  # 3
 """The state after the last token: a hit of n chunks needs part n - 1."""
+GROUP_KIND_CHUNKED_LOCAL_ATTENTION: GroupKind.ValueType  # 4
+"""The prompt is divided into pieces of attention_chunk_tokens tokens, and a token sees only its own
+piece up to itself. A hit of t tokens needs the parts that hold the tokens from the last multiple of
+attention_chunk_tokens that is not above t up to t: none where t is itself a multiple.
+"""
 Global___GroupKind: typing_extensions.TypeAlias = GroupKind
 
 class _ChunkStatus:
@@ -435,6 +445,7 @@ class Group(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     WINDOW_TOKENS_FIELD_NUMBER: builtins.int
     SHARD_BYTES_FIELD_NUMBER: builtins.int
+    ATTENTION_CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     group_idx: builtins.int
     """The engine's index of the group. Absent means that the engine has no groups, which is not the
     same as group 0; a namespace whose group has none has exactly that one group.
@@ -444,6 +455,10 @@ class Group(google.protobuf.message.Message):
     window_tokens: builtins.int
     """Window of GROUP_KIND_SLIDING_WINDOW in tokens, the current one included; at least 1 there,
     0 for every other kind.
+    """
+    attention_chunk_tokens: builtins.int
+    """Tokens of a piece of GROUP_KIND_CHUNKED_LOCAL_ATTENTION (vLLM's attention_chunk_size); at least 1
+    there, 0 for every other kind. Not to be confused with the namespace's chunk_tokens.
     """
     @property
     def shard_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -460,9 +475,10 @@ class Group(google.protobuf.message.Message):
         kind: Global___GroupKind.ValueType = ...,
         window_tokens: builtins.int = ...,
         shard_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        attention_chunk_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "kind", b"kind", "shard_bytes", b"shard_bytes", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "attention_chunk_tokens", b"attention_chunk_tokens", "group_idx", b"group_idx", "kind", b"kind", "shard_bytes", b"shard_bytes", "window_tokens", b"window_tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___Group: typing_extensions.TypeAlias = Group

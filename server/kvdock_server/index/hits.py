@@ -1,7 +1,9 @@
 """The hit rule: how many chunks of a prompt can be loaded, given which parts are visible.
 
 The hit is the largest n such that every full-attention group has the parts [0, n), every window
-group has the parts that its window before n needs, and every state group has part n - 1.
+group has the parts that its window before n needs, every state group has part n - 1, and every
+group of chunked local attention has the parts that its piece before n needs, which are none where a
+piece ends. But some group must need a part: a hit always locks something.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ def longest_hit(
         else:
             others.append((position, group))
     runs = [_visible_runs(visible[position], keys[:hit]) for position, _ in others]
-    while hit > 0 and any(
-        run[hit - 1] < group.needed_chunks(hit, namespace.chunk_tokens)
-        for run, (_, group) in zip(runs, others, strict=True)
-    ):
+    while hit > 0:
+        counts = [group.needed_chunks(hit, namespace.chunk_tokens) for _, group in others]
+        has_all = all(run[hit - 1] >= count for run, count in zip(runs, counts, strict=True))
+        if has_all and (any(counts) or len(others) < len(groups)):
+            break
         hit -= 1
     for position, group in others:
         first = hit - group.needed_chunks(hit, namespace.chunk_tokens)

@@ -21,6 +21,7 @@ class GroupKind(Enum):
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2
     RECURRENT_STATE = 3
+    CHUNKED_LOCAL_ATTENTION = 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Group:
     kind: GroupKind
     window_tokens: int
     shard_bytes: tuple[int, ...]
+    attention_chunk_tokens: int = 0
 
     def needed_chunks(self, hit_chunks: int, chunk_tokens: int) -> int:
         """How many chunks before a hit's end the group needs."""
@@ -38,6 +40,8 @@ class Group:
             return hit_chunks
         if self.kind is GroupKind.RECURRENT_STATE:
             return min(1, hit_chunks)
+        if self.kind is GroupKind.CHUNKED_LOCAL_ATTENTION:
+            return -(-(hit_chunks * chunk_tokens % self.attention_chunk_tokens) // chunk_tokens)
         # The next token sees itself and window_tokens - 1 before it. At least one chunk, so that
         # a hit always locks something.
         return min(hit_chunks, max(1, -(-(self.window_tokens - 1) // chunk_tokens)))
@@ -102,6 +106,14 @@ class Namespace:
                     "least 1 for SLIDING_WINDOW, 0 for every other kind",
                     "window_tokens",
                 )
+            is_local = group.kind is GroupKind.CHUNKED_LOCAL_ATTENTION
+            if is_local != (group.attention_chunk_tokens > 0):
+                raise invalid(
+                    f"attention_chunk_tokens {group.attention_chunk_tokens} of "
+                    f"{group_name(group.group_idx)}: at least 1 for CHUNKED_LOCAL_ATTENTION, 0 for "
+                    "every other kind",
+                    "attention_chunk_tokens",
+                )
 
     def position(self, group_idx: int | None) -> int:
         """Position of a group in ``groups``; RequestError if the namespace has no such group."""
@@ -135,7 +147,11 @@ class Namespace:
         groups = []
         for mine, theirs in zip(self.groups, other.groups, strict=True):
             label = f"{group_name(mine.group_idx)}:"
-            if (mine.kind, mine.window_tokens) != (theirs.kind, theirs.window_tokens):
+            if (mine.kind, mine.window_tokens, mine.attention_chunk_tokens) != (
+                theirs.kind,
+                theirs.window_tokens,
+                theirs.attention_chunk_tokens,
+            ):
                 raise conflict(label, mine.kind.name, theirs.kind.name)
             sizes = []
             for known, given in zip(mine.shard_bytes, theirs.shard_bytes, strict=True):

@@ -241,7 +241,15 @@ def namespace_from_proto(message: types.Namespace) -> Namespace:
                 "shard_bytes",
                 world,
             )
-        groups.append(Group(group_idx(group), GroupKind(group.kind), group.window_tokens, sizes))
+        groups.append(
+            Group(
+                group_idx(group),
+                GroupKind(group.kind),
+                group.window_tokens,
+                sizes,
+                group.attention_chunk_tokens,
+            )
+        )
     return Namespace(
         name=message.name,
         chunk_tokens=message.chunk_tokens,
@@ -264,6 +272,7 @@ def namespace_to_proto(namespace: Namespace) -> types.Namespace:
             group_idx=group.group_idx,
             kind=types.GroupKind.ValueType(group.kind.value),
             window_tokens=group.window_tokens,
+            attention_chunk_tokens=group.attention_chunk_tokens,
             shard_bytes=(
                 group.shard_bytes[:1] if len(set(group.shard_bytes)) == 1 else group.shard_bytes
             ),

@@ -3,7 +3,9 @@
 A model with one kind of attention has one group. A hybrid has several. Each has its own table of
 blocks over the same tokens, perhaps with blocks of another size. Full attention needs every earlier
 token. A sliding window needs the last few tokens: the engine gives the blocks before them to others
-while the request runs, and puts the null block in their place in the table.
+while the request runs, and puts the null block in their place in the table. Chunked local attention
+divides the prompt into pieces, and needs what is computed of the current piece. It is a window that
+jumps: empty where a piece ends, and as long as a piece at most.
 
 A hit ends where a chunk ends. So of a chunk that is longer than its window a group needs only the
 end, and stores only the end: its *part*. This saves memory. It also allows to store tokens that are
@@ -33,7 +35,8 @@ class GroupShape:
     """Tokens a block."""
     layer_names: tuple[str, ...]
     window_tokens: int = 0
-    """Tokens that the next token sees, itself included. 0 for full attention."""
+    """Tokens that the next token sees at most, itself included: of a window its length, of chunked
+    local attention the length of a piece. 0 for full attention."""
 
     def first_needed_block(self, num_tokens: int) -> int:
         """Index of the first block that is needed to go on after ``num_tokens`` tokens. Earlier
@@ -41,11 +44,16 @@ class GroupShape:
         """
         if not self.window_tokens:
             return 0
+        if self.is_in_pieces:
+            return num_tokens // self.window_tokens * self.window_tokens // self.block_tokens
         return max(0, num_tokens - self.window_tokens + 1) // self.block_tokens
 
     def left_behind_at(self, block: int) -> int:
         """How many computed tokens make the window leave the block of this index behind."""
-        return (block + 1) * self.block_tokens + self.window_tokens - 1
+        end = (block + 1) * self.block_tokens
+        if self.is_in_pieces:
+            return -(-end // self.window_tokens) * self.window_tokens
+        return end + self.window_tokens - 1
 
     def needed_blocks(self, first_token: int, num_tokens: int) -> range:
         """The blocks needed after ``num_tokens``, without those before ``first_token``."""
@@ -57,7 +65,9 @@ class GroupShape:
         return chunk_tokens // self.block_tokens
 
     def part_blocks(self, chunk_tokens: int) -> int:
-        """Blocks of a part. They are the last ones of a chunk."""
+        """Blocks of a part. They are the last ones of a chunk. At least one, also where no hit
+        needs any.
+        """
         in_chunk = self.chunk_blocks(chunk_tokens)
         if not self.window_tokens:
             return in_chunk
@@ -68,14 +78,35 @@ class GroupShape:
         end = (chunk + 1) * self.chunk_blocks(chunk_tokens)
         return slice(end - self.part_blocks(chunk_tokens), end)
 
-    @property
-    def lacks_a_block_for_the_last_token(self) -> bool:
-        """Whether the last token of a prompt that was loaded whole would miss a block that it sees.
+    def lacks_a_block_for_the_last_token(self, num_tokens: int) -> bool:
+        """Whether the last token of a prompt of ``num_tokens`` tokens that was loaded whole would
+        miss a block that it sees.
 
         vLLM keeps the blocks for the token after the prompt, whose window begins one token later.
-        If that token is in another block, the block before is missing.
+        If that token is in another block, the block before is missing. Of chunked local attention
+        all are, if that token begins a piece.
         """
+        if self.is_in_pieces:
+            return num_tokens % self.window_tokens == 0
         return self.window_tokens > 1 and (self.window_tokens - 1) % self.block_tokens == 0
+
+    def has_blocks_after(self, num_tokens: int, first_chunk: int, chunk_tokens: int) -> bool:
+        """Whether the parts from ``first_chunk`` on have every block that is needed to go on after
+        ``num_tokens`` tokens, which may end within a chunk.
+        """
+        if self.kind is GroupKind.RECURRENT_STATE:
+            return False
+        first: int = self.part(first_chunk, chunk_tokens).start
+        return first <= self.first_needed_block(num_tokens)
+
+    def needs_nothing_of(self, chunk_tokens: int) -> bool:
+        """Whether no hit of chunks of that many tokens needs any part: a piece ends with each."""
+        return self.is_in_pieces and chunk_tokens % self.window_tokens == 0
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether it is chunked local attention."""
+        return self.kind is GroupKind.CHUNKED_LOCAL_ATTENTION
 
 
 def loads_fail_whole(shapes: Sequence[GroupShape]) -> bool:
@@ -89,6 +120,14 @@ def loads_fail_whole(shapes: Sequence[GroupShape]) -> bool:
 
 
 def fitting_chunk_tokens(wanted: int, shapes: Sequence[GroupShape]) -> int:
-    """The smallest chunk of at least ``wanted`` tokens that consists of whole blocks."""
+    """The smallest chunk of at least ``wanted`` tokens that consists of whole blocks.
+
+    The pieces of chunked local attention consist of whole chunks, or chunks of whole pieces. So a
+    part is needed as a whole or not at all.
+    """
     unit = math.lcm(*(shape.block_tokens for shape in shapes))
-    return -(-wanted // unit) * unit
+    pieces = {shape.window_tokens for shape in shapes if shape.is_in_pieces}
+    chunk_tokens = -(-wanted // unit) * unit
+    while any(piece % chunk_tokens and chunk_tokens % piece for piece in pieces):
+        chunk_tokens += unit
+    return chunk_tokens

@@ -25,6 +25,10 @@ class Request(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_computed_tokens(self) -> int: ...
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Those of the computed tokens that are scheduled, and whose results are not known yet."""
+
     def is_finished(self) -> bool: ...
 
 

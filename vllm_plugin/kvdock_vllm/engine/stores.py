@@ -153,6 +153,8 @@ class Stores:
     ) -> GroupStore | None:
         """One group's parts of chunks [first, end) whose blocks are still the request's."""
         shape, table = self._shapes[position], record.tables[position]
+        if shape.needs_nothing_of(target.chunk_tokens):
+            return None
         first_held = shape.first_needed_block(held_from)
         parts = [shape.part(chunk, target.chunk_tokens) for chunk in range(first, end)]
         # If a part is gone, all parts before it are.

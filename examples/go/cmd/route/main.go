@@ -63,6 +63,8 @@ func hit(index *kvdock.Index, namespace *pb.Namespace, keys [][]byte) int {
 				}
 			case pb.GroupKind_GROUP_KIND_RECURRENT_STATE:
 				first = n - 1
+			case pb.GroupKind_GROUP_KIND_CHUNKED_LOCAL_ATTENTION:
+				first = n * chunk / int(group.AttentionChunkTokens) * int(group.AttentionChunkTokens) / chunk
 			}
 			for i := n - 1; i >= first && i >= 0; i-- {
 				if !index.Has(namespace.Name, keys[i], group.GroupIdx) {
