@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvdock._verbs import check_size, event_data_messages, within_limits
 from kvdock.errors import InvalidArgument, WrongLength
+from kvdock.pin import Keep
 from kvdock.types import ChunkEventData, ChunkStatus
 from kvdock.v1 import cache_pb2, types_pb2
 
@@ -85,6 +86,7 @@ class PutTransfer:
         group_idx: int | None,
         kv_worker_id: int,
         event_data: Sequence[types_pb2.ChunkEventData],
+        keep: Keep | None = None,
         progress: Progress | None = None,
     ) -> None:
         _check_shards(keys, shards)
@@ -102,6 +104,7 @@ class PutTransfer:
                     parent_key=parent,
                     keys=keys,
                     event_data=event_data,
+                    keep=keep.to_proto() if keep else None,
                 )
             )
         check_size(opening)

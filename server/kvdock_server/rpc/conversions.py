@@ -15,6 +15,7 @@ from kvdock_server.core import (
     Core,
     Group,
     GroupKind,
+    Keep,
     LeaseRange,
     LocatedShard,
     Mode,
@@ -104,6 +105,13 @@ def add_result(
         where.offset, where.length = shard.offset, shard.nbytes
 
 
+def wish(core: Core, request: Any) -> Keep | None:
+    """The request's wish to keep what it names, None if it has none."""
+    return (
+        core.pins.wish(request.keep.pin, request.keep.ttl_ms) if request.HasField("keep") else None
+    )
+
+
 def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
     return StoreCall(
         request.namespace,
@@ -117,6 +125,7 @@ def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
             deadline_ns=request.deadline_ns,
         ),
         event_data(core, request),
+        wish(core, request),
     )
 
 
