@@ -24,7 +24,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvdock_vllm import ended_loads
+from kvdock_vllm import ended_loads, says
 from kvdock_vllm.blocks import blocks_written, follow_blocks
 from kvdock_vllm.config import Config
 from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
@@ -242,7 +242,7 @@ class SchedulerHalf:
         held_from: int = 0,
         is_last: bool = False,
     ) -> StoreSpec | None:
-        if record.predates_reset:
+        if record.predates_reset or not record.say.store:
             return None
         if not self._save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)
@@ -254,6 +254,7 @@ class SchedulerHalf:
             if num_tokens < awaited.most_tokens + target.chunk_tokens:
                 return None
             record.forget_lookup()
+        num_tokens = record.say.tokens_to_store(num_tokens)
         return self.stores.plan(record, num_tokens, target, held_from=held_from, is_last=is_last)
 
     # -- ends -----------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ class SchedulerHalf:
         record = self.records.pop(request.request_id, None)
         if record is None:
             return False, None
-        answer = _extra_tokens_answer(request, record)
+        answer = {**_extra_tokens_answer(request, record), **says.answer(record.say)} or None
         # vLLM itself keeps the blocks of a request that is loading.
         is_loading = self.loads.lose(request.request_id)
         self.lookups.note_answer(record)
@@ -396,12 +397,12 @@ def _ended_by_itself(request: Request) -> bool:
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
-def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any] | None:
+def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any]:
     """The number of tokens that came from KVDock, under the keys that asked for it."""
     asked = request.kv_transfer_params
     if not isinstance(asked, Mapping):
-        return None
-    return {key: record.extra.loaded for key in EXTRA_TOKENS_KEYS if key in asked} or None
+        return {}
+    return {key: record.extra.loaded for key in EXTRA_TOKENS_KEYS if key in asked}
 
 
 def _correct_vllms_count(request: Any, loaded_tokens: int) -> None:

@@ -174,6 +174,7 @@ class Stores:
             )
             if target.event_log
             else (),
+            keep=record.say.keep,
         )
 
     def _of_windows(
