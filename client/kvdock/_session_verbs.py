@@ -16,10 +16,12 @@ from kvdock._verbs import Call, Request, Response, Result, within_limits
 from kvdock.errors import InvalidArgument, UnknownReservation
 from kvdock.pin import Keep
 from kvdock.types import (
+    NORMAL_PRIORITY,
     ChunkEventData,
     ChunkResult,
     ChunkStatus,
     DeviceAllocation,
+    EvictionPriority,
     GroupMemory,
     Hit,
     Lease,
@@ -125,6 +127,7 @@ class SessionVerbs(ABC):
         group_idx: int | None = None,
         event_data: Sequence[ChunkEventData] | None = None,
         keep: Keep | None = None,
+        priority: EvictionPriority = NORMAL_PRIORITY,
         timeout: float | None = None,
     ) -> Reservation:
         """Asks for memory to copy consecutive chunks of one prompt into.
@@ -150,6 +153,7 @@ class SessionVerbs(ABC):
                     event_data=told[piece.first : piece.end] if len(parted) > 1 else told,
                     timeout_ms=_verbs.limit_ms(left),
                     keep=keep.to_proto() if keep else None,
+                    priority=priority.to_proto(),
                 )
             return Call(request, Reservation.from_proto)
 
@@ -198,6 +202,7 @@ class SessionVerbs(ABC):
         ready_event: bytes = b"",
         event_data: Sequence[ChunkEventData] | None = None,
         keep: Keep | None = None,
+        priority: EvictionPriority = NORMAL_PRIORITY,
         timeout: float | None = None,
     ) -> list[ChunkStatus]:
         """Has the server copy chunks out of the registered memory (server mode).
@@ -233,6 +238,7 @@ class SessionVerbs(ABC):
                     timeout_ms=timeout_ms,
                     deadline_ns=time.monotonic_ns() + timeout_ms * 1_000_000,
                     keep=keep.to_proto() if keep else None,
+                    priority=priority.to_proto(),
                 )
             return Call(request, _statuses)
 

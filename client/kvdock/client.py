@@ -35,9 +35,11 @@ from kvdock.fork import remember
 from kvdock.pin import Keep
 from kvdock.session import Session
 from kvdock.types import (
+    NORMAL_PRIORITY,
     ChunkEventData,
     ChunkStatus,
     Evicted,
+    EvictionPriority,
     Hit,
     Lease,
     Namespace,
@@ -160,6 +162,7 @@ class Client(PinVerbs, ClientBase):
         kv_worker_id: int = 0,
         event_data: Sequence[ChunkEventData] | None = None,
         keep: Keep | None = None,
+        priority: EvictionPriority = NORMAL_PRIORITY,
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> list[ChunkStatus]:
@@ -186,6 +189,7 @@ class Client(PinVerbs, ClientBase):
                 kv_worker_id=kv_worker_id,
                 event_data=told if is_whole else told[piece.first : piece.end],
                 keep=keep,
+                priority=priority,
                 progress=progress,
             )
 

@@ -76,6 +76,21 @@ def chunk_status(value: int) -> ChunkStatus:
     return _CHUNK_STATUSES.get(value, ChunkStatus.UNSPECIFIED)
 
 
+class EvictionPriority(ProtocolEnum):
+    """How soon chunks are evicted, beside others that were last used at the same time."""
+
+    UNSPECIFIED = types_pb2.EVICTION_PRIORITY_UNSPECIFIED
+    LOW = types_pb2.EVICTION_PRIORITY_LOW
+    NORMAL = types_pb2.EVICTION_PRIORITY_NORMAL
+    HIGH = types_pb2.EVICTION_PRIORITY_HIGH
+
+    def to_proto(self) -> types_pb2.EvictionPriority.ValueType:
+        return types_pb2.EvictionPriority.ValueType(self)
+
+
+NORMAL_PRIORITY = EvictionPriority.UNSPECIFIED
+
+
 class SessionRole(ProtocolEnum):
     """The part of an engine that a session stands for."""
 

@@ -38,7 +38,16 @@ from reference_model import Model
 from server_state import EventReader, parts_of, runs_of, state_of
 
 from kvdock.v1 import types_pb2
-from kvdock_server.core import Core, Keep, LeaseRange, LockedShards, LockRange, Role, Session
+from kvdock_server.core import (
+    Core,
+    Keep,
+    LeaseRange,
+    LockedShards,
+    LockRange,
+    Priority,
+    Role,
+    Session,
+)
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.events.log import Limits
 from kvdock_server.index.index import ReserveStatus, Slot
@@ -311,6 +320,7 @@ class ServerMachine(RuleBasedStateMachine):
             keys,
             [event_data(one) for one in told],
             keep,
+            Priority(self.steps % 3 - 1),
         )
         if outcomes is None:
             return None

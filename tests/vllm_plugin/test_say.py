@@ -13,6 +13,7 @@ from simkit import ASK, C, StartEngine, extra, prompt, status
 from simulator import Layers, SimulatedEngine
 
 from kvdock import Client, Keep
+from kvdock.types import EvictionPriority
 from kvdock_vllm.engine import transfers
 from kvdock_vllm.engine.say import NOTHING_SAID, Say
 from kvdock_vllm.says import Says, answer
@@ -34,6 +35,7 @@ def test_what_is_right_is_taken() -> None:
     assert say.keep == Keep("mine", 60.0)
     assert said({"keep_seconds": 1.5}).keep == Keep("default", 1.5)
     assert said({"pin": "mine"}).keep == Keep("mine", None)
+    assert said({"priority": "low"}).priority is EvictionPriority.LOW
     assert said({}) == NOTHING_SAID
     assert NOTHING_SAID.keep is None
 
@@ -55,6 +57,9 @@ def test_what_is_right_is_taken() -> None:
         ("keep_seconds", 0),
         ("keep_seconds", float("nan")),
         ("keep_seconds", float("inf")),
+        ("priority", "urgent"),
+        ("priority", 1),
+        ("priority", "unspecified"),
         pytest.param("keep_seconds", 10**5000, id="huge"),
         ("keep_seconds", 2_592_001),
         ("keep_seconds", "60"),
@@ -242,6 +247,25 @@ def test_what_a_request_uses_is_kept_too(
     evict_all(kvdock)
     engine.forget()
     assert extra(engine.generate([*longer, 7], kv_transfer_params=ASK)) == 5 * C
+
+
+def test_low_priority_is_evicted_first_and_high_is_told_of_what_is_there(
+    engine: SimulatedEngine, kvdock: Any
+) -> None:
+    engine.generate(prompt(2 * C))
+    engine.generate(prompt(2 * C, seed=1), kv_transfer_params=params(priority="low"))
+    with Client(kvdock.address) as client:
+        before = client.status().pool.used_bytes
+        client.evict(before // 2)
+    engine.forget()
+    told = params(store=False)
+    assert extra(engine.generate([*prompt(2 * C), 7], kv_transfer_params=told)) == 2 * C
+    assert extra(engine.generate([*prompt(2 * C, seed=1), 7], kv_transfer_params=told)) == 0
+    engine.forget()
+    # What the server has is offered once more, though it is a hit, so that its priority rises.
+    engine.counted.clear()
+    engine.generate(prompt(2 * C), kv_transfer_params=params(priority="high"))
+    assert engine.counted["existing_chunks"] == 2
 
 
 def test_a_pin_of_the_first_tokens_only(engine: SimulatedEngine, kvdock: Any) -> None:

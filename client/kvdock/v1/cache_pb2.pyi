@@ -328,6 +328,7 @@ class ReserveRequest(google.protobuf.message.Message):
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -340,6 +341,8 @@ class ReserveRequest(google.protobuf.message.Message):
     """Token of the worker's session. Empty on a session stream: that stream's session."""
     timeout_ms: builtins.int
     """As in LookupRequest."""
+    priority: kvdock.v1.types_pb2.EvictionPriority.ValueType
+    """Of the chunks' parts of the group. A part that EXISTS gets it only if its own is lower."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -366,9 +369,10 @@ class ReserveRequest(google.protobuf.message.Message):
         session_token: builtins.bytes = ...,
         timeout_ms: builtins.int = ...,
         keep: kvdock.v1.types_pb2.Keep | None = ...,
+        priority: kvdock.v1.types_pb2.EvictionPriority.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "keep", b"keep"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keep", b"keep", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keep", b"keep", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "priority", b"priority", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___ReserveRequest: typing_extensions.TypeAlias = ReserveRequest
@@ -549,6 +553,7 @@ class StoreRequest(google.protobuf.message.Message):
     DEADLINE_NS_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -573,6 +578,8 @@ class StoreRequest(google.protobuf.message.Message):
     """
     session_token: builtins.bytes
     """Token of the worker's session. Empty on a session stream: that stream's session."""
+    priority: kvdock.v1.types_pb2.EvictionPriority.ValueType
+    """As in ReserveRequest."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -605,9 +612,10 @@ class StoreRequest(google.protobuf.message.Message):
         deadline_ns: builtins.int = ...,
         session_token: builtins.bytes = ...,
         keep: kvdock.v1.types_pb2.Keep | None = ...,
+        priority: kvdock.v1.types_pb2.EvictionPriority.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "keep", b"keep"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "event_data", b"event_data", "group_idx", b"group_idx", "keep", b"keep", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "ready_event", b"ready_event", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "event_data", b"event_data", "group_idx", b"group_idx", "keep", b"keep", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "priority", b"priority", "ready_event", b"ready_event", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
@@ -887,6 +895,7 @@ class PutOpen(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     EVENT_DATA_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -897,6 +906,8 @@ class PutOpen(google.protobuf.message.Message):
     """Key of the chunk before the first. Empty, or 32 zero bytes, if the first is the first of a
     prompt.
     """
+    priority: kvdock.v1.types_pb2.EvictionPriority.ValueType
+    """As in ReserveRequest."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -919,9 +930,10 @@ class PutOpen(google.protobuf.message.Message):
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         event_data: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkEventData] | None = ...,
         keep: kvdock.v1.types_pb2.Keep | None = ...,
+        priority: kvdock.v1.types_pb2.EvictionPriority.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "keep", b"keep"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keep", b"keep", "keys", b"keys", "kv_worker_id", b"kv_worker_id", "namespace", b"namespace", "parent_key", b"parent_key"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keep", b"keep", "keys", b"keys", "kv_worker_id", b"kv_worker_id", "namespace", b"namespace", "parent_key", b"parent_key", "priority", b"priority"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___PutOpen: typing_extensions.TypeAlias = PutOpen

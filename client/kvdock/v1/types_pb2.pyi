@@ -185,6 +185,43 @@ CHUNK_STATUS_FAILED: ChunkStatus.ValueType  # 9
 """The copy failed, or was given up before its end. Nothing became visible."""
 Global___ChunkStatus: typing_extensions.TypeAlias = ChunkStatus
 
+class _EvictionPriority:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EvictionPriorityEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EvictionPriority.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EVICTION_PRIORITY_UNSPECIFIED: _EvictionPriority.ValueType  # 0
+    """In a request: NORMAL. Never in a response."""
+    EVICTION_PRIORITY_LOW: _EvictionPriority.ValueType  # 1
+    """As if the last use were one filling further back, until a Lookup hits the part: so what was stored and
+    never asked for goes first. A part that was hit counts as NORMAL.
+    """
+    EVICTION_PRIORITY_NORMAL: _EvictionPriority.ValueType  # 2
+    """By the last use."""
+    EVICTION_PRIORITY_HIGH: _EvictionPriority.ValueType  # 3
+    """As if the last use were one filling later."""
+
+class EvictionPriority(_EvictionPriority, metaclass=_EvictionPriorityEnumTypeWrapper):
+    """How soon parts are evicted, beside others that were last used at the same time. Locks and pins hold whatever
+    the priority is.
+
+    A filling is the time in which as many bytes are stored as the pool has. A part that nobody uses is
+    evicted after about one filling, if the pool is full and all are of normal priority.
+    """
+
+EVICTION_PRIORITY_UNSPECIFIED: EvictionPriority.ValueType  # 0
+"""In a request: NORMAL. Never in a response."""
+EVICTION_PRIORITY_LOW: EvictionPriority.ValueType  # 1
+"""As if the last use were one filling further back, until a Lookup hits the part: so what was stored and
+never asked for goes first. A part that was hit counts as NORMAL.
+"""
+EVICTION_PRIORITY_NORMAL: EvictionPriority.ValueType  # 2
+"""By the last use."""
+EVICTION_PRIORITY_HIGH: EvictionPriority.ValueType  # 3
+"""As if the last use were one filling later."""
+Global___EvictionPriority: typing_extensions.TypeAlias = EvictionPriority
+
 class _ErrorReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType

@@ -23,6 +23,7 @@ from kvdock_server.index.namespace import (
     GroupKind,
     Namespace,
 )
+from kvdock_server.index.terms import Priority
 
 __all__ = [
     "MAX_CHUNK_TOKENS",
@@ -44,6 +45,7 @@ __all__ = [
     "Mode",
     "Namespace",
     "Pin",
+    "Priority",
     "ReserveStatus",
     "Role",
     "Session",

@@ -33,6 +33,7 @@ from kvdock_server.ids import new_id
 from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
 from kvdock_server.index.index import Index, ReserveStatus, Slot
 from kvdock_server.index.keeping import DEFAULT_PIN_SHARE, Keep
+from kvdock_server.index.terms import Priority, Terms
 from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
 
@@ -289,9 +290,10 @@ class Core:
         keys: Sequence[bytes],
         event_data: Sequence[bytes] = (),
         keep: Keep | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> Steps[list[ReserveStatus | Slot]]:
-        """Find memory for one shard of consecutive chunks of a prompt, and keep them as ``keep``
-        says.
+        """Find memory for one shard of consecutive chunks of a prompt, keep them as ``keep`` says,
+        and evict them as ``priority`` says.
 
         ``event_data`` is what events are to tell about the chunks: one encoded message for each, or
         none at all. The caller owns the slots, and seals or aborts each of them. Steps that are
@@ -324,9 +326,12 @@ class Core:
         deadline = self.clock() + _SHARDS_MISSING_SECONDS
         home = session.home if session is not None else None
         keeper = self.pins.keeper(space, keep)
+        # A plain store raises the priority of what exists.
+        has_terms = keeper is not None or priority is not Priority.NORMAL or space.priorities
+        terms = Terms(space, priority, keeper) if has_terms else None
         try:
             outcomes = yield from self.index.reserve(
-                space, position, shard, parent_key, keys, deadline, home, keeper
+                space, position, shard, parent_key, keys, deadline, home, terms
             )
         finally:
             self.pins.end(keeper)

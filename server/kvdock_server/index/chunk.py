@@ -154,6 +154,18 @@ class Part:
             return False
         return (chunk.first_child is None and not chunk.in_use) or not self.is_full_attention
 
+    @property
+    def priority(self) -> int:
+        """How many fillings of the pool later than at ``last_used`` it counts as used: -1, 0 or 1.
+
+        Low priority (-1) ends when a lookup hits the part.
+        """
+        priorities = self.chunk.space.priorities
+        if not priorities:
+            return 0
+        priority = priorities.get(self, 0)
+        return 0 if priority < 0 and self.used_again else priority
+
     def lacks(self, shard: int) -> bool:
         """True if the shard is neither sealed nor being written."""
         return self.slots[shard] == NO_SLOT and not self.writing >> shard & 1
@@ -202,6 +214,7 @@ class NamespaceIndex:
         self.visible: list[dict[bytes, Part]] = [{} for _ in namespace.groups]
         self.kept: dict[Part, tuple[Pin, ...]] = {}
         self.kept_bytes = 0
+        self.priorities: dict[Part, int] = {}  # of those that are not 0
         self.usage = Usage()
 
     @property

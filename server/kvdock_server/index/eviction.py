@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
 from itertools import count
-from operator import attrgetter
 from typing import Final, TypeAlias
 
 from kvdock_server.index.chunk import Part
@@ -136,7 +135,10 @@ class LowestRankFirst(EvictionPolicy):
 
 
 class LeastRecentlyUsed(LowestRankFirst):
-    """The part whose last use lies furthest back goes first."""
+    """The part whose last use lies furthest back goes first, ``Part.priority`` considered.
 
-    def __init__(self) -> None:
-        super().__init__(attrgetter("last_used"))
+    ``filling`` is the size of the pool in bytes.
+    """
+
+    def __init__(self, filling: int = 0) -> None:
+        super().__init__(lambda part: part.last_used + part.priority * filling)

@@ -22,9 +22,10 @@ from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.chunk import NO_SLOT, Chunk, NamespaceIndex, Part
 from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
 from kvdock_server.index.hits import longest_hit
-from kvdock_server.index.keeping import DEFAULT_PIN_SHARE, Keeper, Keeping
+from kvdock_server.index.keeping import DEFAULT_PIN_SHARE, Keeping
 from kvdock_server.index.namespace import GroupKind, Namespace
 from kvdock_server.index.reclaim import Reclaimer
+from kvdock_server.index.terms import Terms
 from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
 
@@ -89,8 +90,7 @@ _OVERDUE_AT_ONCE = 10_000
 class Index:
     """All namespaces of a server, over one allocator of memory.
 
-    ``make_policy`` makes the eviction policy for parts with slots of the same sizes. Pins keep at
-    most ``pin_share`` of the pool.
+    ``make_policy`` makes the policy for parts with slots of the same sizes. ``pin_share``: pins.
     """
 
     def __init__(
@@ -210,12 +210,12 @@ class Index:
         keys: Sequence[bytes],
         deadline: float,
         home: int | None = None,
-        keeper: Keeper | None = None,
+        terms: Terms | None = None,
     ) -> Steps[list[ReserveStatus | Slot]]:
         """Find memory for one shard of each of some consecutive chunks; a Slot where it is found.
 
         A part that still misses shards at ``deadline`` is given up. Slots are preferred that lie on
-        the socket ``home``. ``keeper`` keeps the parts, also those that exist. Raises RequestError
+        the socket ``home``. ``terms`` are for the parts, also those that exist. Raises RequestError
         (CHUNK_TOO_LARGE) if the pool could never hold such a shard.
         """
         size = space.shard_bytes(position, shard)
@@ -234,7 +234,7 @@ class Index:
         ):
             return [ReserveStatus.PARENT_MISSING] * len(keys)
         return (
-            yield from self._reserve(space, position, shard, parent, keys, deadline, home, keeper)
+            yield from self._reserve(space, position, shard, parent, keys, deadline, home, terms)
         )
 
     def _reserve(
@@ -246,7 +246,7 @@ class Index:
         keys: Sequence[bytes],
         deadline: float,
         home: int | None,
-        keeper: Keeper | None,
+        terms: Terms | None,
     ) -> Steps[list[ReserveStatus | Slot]]:
         """``reserve``, after its arguments were checked."""
         self._use += 1
@@ -258,8 +258,8 @@ class Index:
         offsets: list[int] = []
         slots: list[Slot] = []
         rest = ReserveStatus.NO_SPACE
-        if keeper is not None:
-            yield from keeper.begin(parent)
+        if terms is not None:
+            yield from terms.begin(parent)
         try:
             for key in keys:
                 # Another call may have cleared or evicted what was there before the last yield.
@@ -274,8 +274,8 @@ class Index:
                 if part is not None and not part.lacks(shard):
                     part.last_used = use
                     statuses.append(ReserveStatus.EXISTS)
-                    if keeper is not None:
-                        keeper.keep(part)
+                    if terms is not None:
+                        terms.apply(part)
                     yield
                     continue
                 if part is None:
@@ -295,8 +295,8 @@ class Index:
                 if not part.is_gone:
                     self._pending.pop(part, None)  # keeps the dict in the order of deadlines
                     self._pending[part] = deadline
-                    if keeper is not None:
-                        keeper.keep(part)
+                    if terms is not None:
+                        terms.apply(part)
                 yield
             # Prompts are evicted from their ends, so memory comes in descending order. Ascending
             # slots are copied together.

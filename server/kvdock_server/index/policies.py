@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from kvdock_server.index.eviction import LeastRecentlyUsed, MakePolicy
@@ -10,6 +11,6 @@ from kvdock_server.index.remembered import lru_with_memory
 
 POLICIES: Final[Mapping[str, Callable[[int], MakePolicy]]] = {
     "lru-with-memory": lru_with_memory,
-    "lru": lambda pool_bytes: LeastRecentlyUsed,
+    "lru": lambda pool_bytes: partial(LeastRecentlyUsed, pool_bytes),
 }
 """By name, for a pool of some bytes."""

@@ -74,7 +74,8 @@ class LruWithMemory(LowestRankFirst):
         super().discard(part)
 
     def _rank_of(self, part: Part) -> int:
-        return part.last_used + self._head_start if part.used_again else part.last_used
+        head_start = self._head_start if part.used_again else 0
+        return part.last_used + head_start + part.priority * self._pool_bytes
 
 
 def lru_with_memory(pool_bytes: int) -> MakePolicy:

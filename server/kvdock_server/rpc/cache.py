@@ -15,7 +15,14 @@ from kvdock_server.core import Session
 from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import invalid
 from kvdock_server.rpc import limits, verbs
-from kvdock_server.rpc.conversions import add_results, event_data, group_idx, status_to_proto, wish
+from kvdock_server.rpc.conversions import (
+    add_results,
+    event_data,
+    group_idx,
+    priority,
+    status_to_proto,
+    wish,
+)
 from kvdock_server.rpc.grpc_errors import STALL_SECONDS, Context, stalled, streaming, unary
 from kvdock_server.service import inline
 from kvdock_server.service.chunk_status import ChunkStatus
@@ -83,6 +90,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             opened.keys,
             event_data(self._core, opened),
             keep,
+            priority(opened),
         ) as put:
             admission = pb.PutAdmission(
                 epoch=self._core.epoch,

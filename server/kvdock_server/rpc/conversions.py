@@ -20,6 +20,7 @@ from kvdock_server.core import (
     LocatedShard,
     Mode,
     Namespace,
+    Priority,
     Slot,
 )
 from kvdock_server.encoding import tag, varint
@@ -105,6 +106,17 @@ def add_result(
         where.offset, where.length = shard.offset, shard.nbytes
 
 
+_PRIORITIES = {
+    types.EVICTION_PRIORITY_LOW: Priority.LOW,
+    types.EVICTION_PRIORITY_HIGH: Priority.HIGH,
+}
+
+
+def priority(request: Any) -> Priority:
+    """How soon what the request stores is to be evicted. Its value was checked (limits.py)."""
+    return _PRIORITIES.get(request.priority, Priority.NORMAL)
+
+
 def wish(core: Core, request: Any) -> Keep | None:
     """The request's wish to keep what it names, None if it has none."""
     return (
@@ -126,6 +138,7 @@ def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
         ),
         event_data(core, request),
         wish(core, request),
+        priority(request),
     )
 
 

@@ -23,6 +23,7 @@ from kvdock_server.rpc.conversions import (
     exported_memory,
     group_idx,
     namespace_from_proto,
+    priority,
     retrieve_call,
     retrieved,
     store_call,
@@ -102,6 +103,7 @@ def reserve(
         request.keys,
         event_data(core, request),
         keep,
+        priority(request),
     )
     response = pb.ReserveResponse(epoch=core.epoch, kept_chunks=keep.kept if keep else 0)
     with core.writing(outcomes) as writing:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvdock_server.core import Core, Keep, Mode, Session, Slot, check_session
+from kvdock_server.core import Core, Keep, Mode, Priority, Session, Slot, check_session
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.memory import RegisteredMemory
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """What a Store asks for. ``event_data`` and ``keep``: see ``Core.reserve_in_steps``."""
+    """What a Store asks for. The last three: see ``Core.reserve_in_steps``."""
 
     namespace: str
     group_idx: int | None
@@ -30,6 +30,7 @@ class StoreCall:
     copy: BlockCopy
     event_data: Sequence[bytes] = ()
     keep: Keep | None = None
+    priority: Priority = Priority.NORMAL
 
 
 async def store(
@@ -50,6 +51,7 @@ async def store(
             call.keys,
             call.event_data,
             call.keep,
+            call.priority,
         )
     )
     statuses = [

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from kvdock.pin import DEFAULT_PIN, Keep
+from kvdock.types import EvictionPriority
 
 _MOST_SECONDS = 30 * 86_400
 _PIN = re.compile(r"[!-~]{1,128}")
@@ -42,6 +43,8 @@ class Say:
     """``pin``: the name under which what is stored, and what is there, is kept."""
     keep_seconds: float | None = None
     """``keep_seconds``: for at least so long. Alone it is for the pin "default"."""
+    priority: EvictionPriority = EvictionPriority.NORMAL
+    """``priority``: how soon what is stored is evicted, "low", "normal" or "high"."""
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -54,7 +57,7 @@ class Say:
     @property
     def names_what_is_there(self) -> bool:
         """Whether the server is to be told also of chunks that it has."""
-        return self.keep is not None
+        return self.keep is not None or self.priority is EvictionPriority.HIGH
 
     def tokens_to_store(self, num_tokens: int) -> int:
         """How many of a request's first ``num_tokens`` tokens may be stored."""
@@ -116,11 +119,19 @@ def _seconds(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def _priority(value: object) -> EvictionPriority:
+    if not (isinstance(value, str) and value in _PRIORITIES):
+        raise ValueError(f"one of {', '.join(_PRIORITIES)}")
+    return _PRIORITIES[value]
+
+
+_PRIORITIES = {each.name.lower(): each for each in EvictionPriority if each}
 _KEYS: dict[str, Callable[[Any], Any]] = {
     "store": _switch,
     "store_tokens": _tokens,
     "pin": _pin,
     "keep_seconds": _seconds,
+    "priority": _priority,
 }
 """The function that reads each key's value. Raises ValueError with what the value must be."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdock.types import ChunkEventData, Keep
+from kvdock.types import ChunkEventData, EvictionPriority, Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class GroupStore:
     """What events tell of each chunk; empty if the server keeps no events."""
     keep: Keep | None = None
     """How the request wants the chunks to be kept from eviction, if it does."""
+    priority: EvictionPriority = EvictionPriority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)

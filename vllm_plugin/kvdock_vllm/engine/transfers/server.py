@@ -92,6 +92,7 @@ class ServerChunkTransfers(ChunkTransfers):
             timeout_ms=round(_STORE_SECONDS * 1000),
             deadline_ns=_deadline_ns(_STORE_SECONDS),
             keep=group.keep.to_proto() if group.keep is not None else None,
+            priority=group.priority.to_proto(),
         )
         with request.reading():
             future = request.session.submit(message)

@@ -202,6 +202,7 @@ class SharedTransfers(Transfers):
             group_idx=group.group_idx,
             event_data=group.event_data,
             keep=group.keep,
+            priority=group.priority,
             timeout=_STORE_RPC_SECONDS,
         )
         statuses = [chunk.status for chunk in reservation.chunks]
