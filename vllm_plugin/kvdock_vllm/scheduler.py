@@ -242,7 +242,7 @@ class SchedulerHalf:
         held_from: int = 0,
         is_last: bool = False,
     ) -> StoreSpec | None:
-        if record.predates_reset or not record.say.store:
+        if record.predates_reset:
             return None
         if not self._save_decode:
             num_tokens = min(num_tokens, record.request.num_prompt_tokens)

@@ -141,4 +141,10 @@ class LeastRecentlyUsed(LowestRankFirst):
     """
 
     def __init__(self, filling: int = 0) -> None:
-        super().__init__(lambda part: part.last_used + part.priority * filling)
+        def rank(part: Part) -> int:
+            # Mostly no part has another priority.
+            if not part.chunk.space.priorities:
+                return part.last_used
+            return part.last_used + part.priority * filling
+
+        super().__init__(rank)

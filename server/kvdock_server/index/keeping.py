@@ -127,8 +127,11 @@ class Keeping:
     def forget(self, part: Part) -> None:
         """A part has left the index."""
         space = part.chunk.space
-        space.priorities.pop(part, None)
-        for pin in () if space.is_cleared else space.kept.get(part, ()):
+        if space.priorities:
+            space.priorities.pop(part, None)
+        if not space.kept or space.is_cleared:
+            return
+        for pin in space.kept.get(part, ()):
             self._drop(pin, part)
             self._forget_if_empty(pin)
 
