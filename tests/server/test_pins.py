@@ -220,6 +220,34 @@ def test_clear_ends_the_pins_of_its_namespace_only(core: Core) -> None:
     assert not core.index.sealed_bytes
 
 
+def test_a_clear_between_the_steps_of_a_store(core: Core) -> None:
+    wish = core.pins.wish("a", 0)
+    steps = core.reserve_in_steps(None, "n", None, 0, b"", prompt(1, 8), (), wish)
+    for _ in itertools.islice(steps, 4):
+        pass
+    core.clear("n")
+    assert store(core, prompt(2, 2), "a") == 2
+    steps.close()
+    at_once(core.backlog.all_steps())
+    assert kept(core) == (1, 2)
+
+
+def test_the_window_of_a_kept_prompt_is_not_evicted(core: Core) -> None:
+    window = Group(1, GroupKind.SLIDING_WINDOW, 17, (PAGE_BYTES,))
+    core.index.register(
+        Namespace("h", 16, 1, (Group(0, GroupKind.FULL_ATTENTION, 0, (PAGE_BYTES,)), window))
+    )
+    keys = prompt(1, 4)
+    for group_idx in (0, 1):
+        for slot in at_once(core.reserve_in_steps(None, "h", group_idx, 0, b"", keys)):
+            assert isinstance(slot, Slot)
+            core.seal(slot)
+    at_once(core.pins.pin_in_steps("h", keys, core.pins.wish("a", 0)))
+    assert core.index.keeping.parts == 4 + 1, "a hit needs the window's last part"
+    assert at_once(core.evict_all_in_steps()) == (3, 3 * PAGE_BYTES)
+    assert core.lookup(None, "h", keys, probe=True).chunks == 4
+
+
 def test_a_store_that_fails_keeps_nothing(core: Core) -> None:
     wish = core.pins.wish("a", 0)
     (slot,) = at_once(core.reserve_in_steps(None, "n", None, 0, b"", [key(1)], (), wish))

@@ -63,13 +63,16 @@ def test_low_goes_before_what_was_used_earlier(core: Core) -> None:
 
 
 def test_low_that_a_lookup_has_hit_is_as_normal(core: Core) -> None:
+    fill(core, 0, 10)
     store(core, prompt(500), LOW)
     store(core, prompt(501), LOW)
     found = core.lookup(None, "n", prompt(500))
     assert found.lease is not None
     at_once(core.leases.release_in_steps(found.lease))
-    fill(core, 0, PARTS - 1)
+    fill(core, 100, PARTS - 10 + 3)
+    # One of low priority went, and four of normal that were used before.
     assert (there(core, 500), there(core, 501)) == (True, False)
+    assert [there(core, number) for number in range(6)] == [False] * 4 + [True] * 2
 
 
 def test_high_stays_for_one_filling_longer(core: Core) -> None:
