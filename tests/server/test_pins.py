@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_engine import KEYS, PER_CHUNK, Engine
 from servers import ServerProcess
 
 import kvdock
 from kvdock.errors import InvalidArgument, PinLimit, UnknownNamespace
 from kvdock.types import ChunkStatus
+from kvdock.v1 import cache_pb2, types_pb2
 from kvdock_server.core import Core, Group, GroupKind, Namespace, ReserveStatus, Slot
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index import keeping
+from kvdock_server.rpc import verbs
 from kvdock_server.steps import at_once
 from kvdock_server.tiers.host.slots import PAGE_BYTES, SlotAllocator
 
@@ -322,6 +325,21 @@ def test_names_and_times_out_of_their_limits_are_refused(
     with pytest.raises(RequestError) as refused:
         core.pins.wish(pin, ttl_ms)
     assert refused.value.metadata["field"] == field
+
+
+async def test_a_store_in_server_mode_keeps(engine: Engine) -> None:
+    request = cache_pb2.StoreRequest(
+        namespace="model",
+        keys=KEYS,
+        block_ids=range(len(KEYS) * PER_CHUNK),
+        keep=types_pb2.Keep(pin="mine", ttl_ms=1_000),
+        priority=types_pb2.EVICTION_PRIORITY_HIGH,
+    )
+    stored = await verbs.store(engine.service, engine.workers[0].session, request)
+    assert stored.kept_chunks == len(KEYS)
+    assert engine.core.index.keeping.parts == len(KEYS)
+    (space,) = engine.core.index.spaces
+    assert set(space.priorities.values()) == {1}
 
 
 # Over the wire
