@@ -223,6 +223,22 @@ def test_clear_ends_the_pins_of_its_namespace_only(core: Core) -> None:
     assert not core.index.sealed_bytes
 
 
+def test_what_is_evicted_while_it_is_pinned_is_not_kept(core: Core) -> None:
+    store(core, prompt(1, 8))
+    wish = core.pins.wish("a", 0)
+    steps = core.pins.pin_in_steps("n", prompt(1, 8), wish)
+    for _ in itertools.islice(steps, 3):
+        pass
+    assert at_once(core.evict_in_steps(4 * PAGE_BYTES)) == (4, 4 * PAGE_BYTES)
+    at_once(steps)
+    assert (wish.kept, kept(core)) == (4, (1, 4))
+    steps = core.pins.pin_in_steps("n", prompt(1, 8), wish := core.pins.wish("b", 0))
+    next(steps)
+    core.clear("n")
+    at_once(steps)
+    assert (wish.kept, kept(core)) == (0, (0, 0))
+
+
 def test_a_clear_between_the_steps_of_a_store(core: Core) -> None:
     wish = core.pins.wish("a", 0)
     steps = core.reserve_in_steps(None, "n", None, 0, b"", prompt(1, 8), (), wish)

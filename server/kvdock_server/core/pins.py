@@ -16,6 +16,7 @@ from kvdock_server.steps import Steps
 DEFAULT_PIN: Final = "default"
 MAX_PIN_NAME: Final = 128
 MAX_PIN_TTL_MS: Final = 30 * 86_400_000
+_TRIES: Final = 8
 _NAME: Final = re.compile(rf"[!-~]{{1,{MAX_PIN_NAME}}}")
 
 
@@ -47,21 +48,18 @@ class Pins:
         Raises RequestError (PIN_LIMIT) if pins may not keep so much. Then nothing more is kept.
         """
         check_keys(keys)
-        space = self._index.space(namespace)
-        spans = self._index.find(space, keys)
-        if not spans:
-            return
-        for span in spans:
-            self._index.pin(span.parts)
-        try:
-            # The window parts last: without its full attention none of them could be kept.
-            parts = [part for span in spans for part in span.parts]
-            parts.sort(key=lambda part: not part.is_full_attention)
-            yield from self._index.keeping.keep_all(space, parts, wish)
-        finally:
-            for span in spans:
-                self._index.unpin(span.parts)
-        wish.kept = spans[0].first + len(spans[0].parts)
+        # Some of it may be evicted before its turn comes. Then less is a hit.
+        for _ in range(_TRIES):
+            space = self._index.space(namespace)
+            spans = self._index.find(space, keys)
+            runs = [span.parts for span in spans if span.parts]
+            if not runs:
+                return
+            # The windows last: without its full attention no part of them could be kept.
+            runs.sort(key=lambda parts: not parts[0].is_full_attention)
+            if (yield from self._index.keeping.keep_all(space, runs, wish)):
+                wish.kept = spans[0].first + len(spans[0].parts)
+                return
 
     def unpin_in_steps(self, pins: Sequence[Pin]) -> Steps[tuple[int, int]]:
         """End pins; how many parts no pin keeps any more, and their bytes."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from kvdock_server.errors import Reason, RequestError
@@ -72,26 +73,28 @@ class Keeping:
         """All pins, in the order in which they were made."""
         return list(self._pins.values())
 
-    def keep_all(self, space: NamespaceIndex, parts: Sequence[Part], wish: Keep) -> Steps[None]:
-        """Keep visible parts that nobody evicts meanwhile, the full attention first.
+    def keep_all(
+        self, space: NamespaceIndex, runs: Sequence[Sequence[Part]], wish: Keep
+    ) -> Steps[bool]:
+        """Keep visible parts, runs of full attention first; False if some left meanwhile.
 
-        Raises RequestError (PIN_LIMIT) if that is not possible. Then nothing more is kept.
+        Raises RequestError (PIN_LIMIT) if it is beyond the limits. In both cases nothing more is
+        kept.
         """
         before = self.nbytes
         keeper = Keeper(self, space, wish)
         try:
-            yield from keeper.begin(parts[0].chunk.parent)
-            for part in parts:
+            yield from keeper.begin(runs[0][0].chunk.parent)
+            for part in chain.from_iterable(runs):
                 keeper.keep(part)
                 if keeper.has_failed:
                     break
                 yield
-            was_refused = keeper.was_refused
             if keeper.has_failed:
                 yield from keeper.undo()
         finally:
             keeper.end()
-        if was_refused:
+        if keeper.was_refused:
             raise RequestError(
                 Reason.PIN_LIMIT,
                 f"pins keep {before} bytes of {self.limit_bytes}, and these chunks do not fit in "
@@ -100,6 +103,7 @@ class Keeping:
                 limit=self.limit_bytes,
                 namespace=space.namespace.name,
             )
+        return not keeper.has_failed
 
     def release(self, pin: Pin) -> Steps[tuple[int, int]]:
         """End a pin; how many parts no pin keeps any more, and their bytes."""
@@ -231,7 +235,8 @@ class Keeping:
 class Keeper:
     """Keeps the parts that one call names, in their order, until one cannot be kept.
 
-    ``kept`` counts them. ``has_failed``: one could not be kept. ``end`` must follow.
+    ``kept`` counts them. ``has_failed``: one could not be kept. ``was_refused``: since that is
+    beyond the limits. ``end`` must follow.
     """
 
     def __init__(self, keeping: Keeping, space: NamespaceIndex, wish: Keep) -> None:
@@ -241,17 +246,17 @@ class Keeper:
         self._pin = keeping.open(space, wish.pin)
         # Each part with until when it was kept before; None: it was not.
         self._changed: list[tuple[Part, float | None]] = []
-        self.has_failed = self._pin is None
+        self.has_failed = self.was_refused = self._pin is None
 
     def begin(self, chunk: Chunk | None) -> Steps[None]:
         """Keep the full attention of a chunk and of all before it."""
-        chain: list[Chunk] = []
+        before: list[Chunk] = []
         while chunk is not None and not self.has_failed and not self._is_kept(chunk):
-            chain.append(chunk)
+            before.append(chunk)
             chunk = chunk.parent
             yield
-        while chain and not self.has_failed:
-            chunk = chain.pop()
+        while before and not self.has_failed:
+            chunk = before.pop()
             if chunk.is_known:
                 self._keep_full_attention(chunk)
             else:
@@ -277,11 +282,6 @@ class Keeper:
                     self._pin.add(part, before)
             yield
 
-    @property
-    def was_refused(self) -> bool:
-        """True if the limits do not allow it. Or else the pin was released meanwhile."""
-        return self.has_failed and (self._pin is None or not self._pin.is_released)
-
     def end(self) -> None:
         if self._pin is not None:
             self._keeping.close(self._pin)
@@ -302,5 +302,6 @@ class Keeper:
             return
         before = self._pin.until.get(part)
         self.has_failed = not self._keeping.keep(self._pin, part, self._until)
+        self.was_refused = self.has_failed and not (self._pin.is_released or part.is_gone)
         if not self.has_failed:
             self._changed.append((part, before))
