@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from kvdock._verbs import check_size, event_data_messages, within_limits
 from kvdock.errors import InvalidArgument, WrongLength
-from kvdock.types import ChunkEventData, ChunkStatus
+from kvdock.pin import Keep
+from kvdock.types import NORMAL_PRIORITY, ChunkEventData, ChunkStatus, EvictionPriority
 from kvdock.v1 import cache_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class PutTransfer:
         group_idx: int | None,
         kv_worker_id: int,
         event_data: Sequence[types_pb2.ChunkEventData],
+        keep: Keep | None = None,
+        priority: EvictionPriority = NORMAL_PRIORITY,
         progress: Progress | None = None,
     ) -> None:
         _check_shards(keys, shards)
@@ -102,6 +105,8 @@ class PutTransfer:
                     parent_key=parent,
                     keys=keys,
                     event_data=event_data,
+                    keep=keep.to_proto() if keep else None,
+                    priority=priority.to_proto(),
                 )
             )
         check_size(opening)

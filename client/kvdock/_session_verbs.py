@@ -14,11 +14,14 @@ from kvdock import _verbs
 from kvdock._pieces import Piece, Steps, in_turn, pieces
 from kvdock._verbs import Call, Request, Response, Result, within_limits
 from kvdock.errors import InvalidArgument, UnknownReservation
+from kvdock.pin import Keep
 from kvdock.types import (
+    NORMAL_PRIORITY,
     ChunkEventData,
     ChunkResult,
     ChunkStatus,
     DeviceAllocation,
+    EvictionPriority,
     GroupMemory,
     Hit,
     Lease,
@@ -123,14 +126,17 @@ class SessionVerbs(ABC):
         parent: bytes = b"",
         group_idx: int | None = None,
         event_data: Sequence[ChunkEventData] | None = None,
+        keep: Keep | None = None,
+        priority: EvictionPriority = NORMAL_PRIORITY,
         timeout: float | None = None,
     ) -> Reservation:
         """Asks for memory to copy consecutive chunks of one prompt into.
 
         ``parent`` is the key of the chunk before the first; it is empty for a prompt's first chunk.
-        Copy into the chunks that are RESERVED, then commit. What one message cannot hold takes
-        several requests, within the same ``timeout``. Raises WrongMode outside shared mode,
-        ChunkTooLarge if the whole pool could not hold one chunk.
+        Copy into the chunks that are RESERVED, then commit. ``keep`` pins these, and those that
+        EXIST, as far as pins may keep them (``Reservation.kept_chunks``). What one message cannot
+        hold takes several requests, within the same ``timeout``. Raises WrongMode outside shared
+        mode, ChunkTooLarge if the whole pool could not hold one chunk.
         """
         seconds = self._seconds(timeout)
         with within_limits("reserve"):
@@ -146,6 +152,8 @@ class SessionVerbs(ABC):
                     keys=keys[piece.first : piece.end],
                     event_data=told[piece.first : piece.end] if len(parted) > 1 else told,
                     timeout_ms=_verbs.limit_ms(left),
+                    keep=keep.to_proto() if keep else None,
+                    priority=priority.to_proto(),
                 )
             return Call(request, Reservation.from_proto)
 
@@ -193,15 +201,17 @@ class SessionVerbs(ABC):
         group_idx: int | None = None,
         ready_event: bytes = b"",
         event_data: Sequence[ChunkEventData] | None = None,
+        keep: Keep | None = None,
+        priority: EvictionPriority = NORMAL_PRIORITY,
         timeout: float | None = None,
     ) -> list[ChunkStatus]:
         """Has the server copy chunks out of the registered memory (server mode).
 
         ``block_ids`` are the blocks of all chunks, chunk by chunk. ``ready_event`` is the handle of
-        a CUDA IPC event that the copy waits for. A chunk that is not copied within ``timeout``
-        never becomes visible, so after DeadlineExceeded the blocks may be used again. What one
-        message cannot hold takes several requests, within the same ``timeout``. Raises WrongMode,
-        DeviceMemory.
+        a CUDA IPC event that the copy waits for. ``keep`` is as in :meth:`reserve`. A chunk that is
+        not copied within ``timeout`` never becomes visible, so after DeadlineExceeded the blocks
+        may be used again. What one message cannot hold takes several requests, within the same
+        ``timeout``. Raises WrongMode, DeviceMemory.
         """
         seconds = self._seconds(timeout)
         with within_limits("store"):
@@ -227,6 +237,8 @@ class SessionVerbs(ABC):
                     event_data=told if is_whole else told[piece.first : piece.end],
                     timeout_ms=timeout_ms,
                     deadline_ns=time.monotonic_ns() + timeout_ms * 1_000_000,
+                    keep=keep.to_proto() if keep else None,
+                    priority=priority.to_proto(),
                 )
             return Call(request, _statuses)
 

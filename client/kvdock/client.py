@@ -19,6 +19,7 @@ from kvdock._client_base import DEFAULT_TIMEOUT, ClientBase, closed
 from kvdock._idle import Cancellable, IdleLimit
 from kvdock._inline import PUT_METHOD, GetTransfer, Progress, PutTransfer, put_event_data
 from kvdock._pieces import Piece, Steps, T, in_turn, pieces
+from kvdock._pin_verbs import PinVerbs
 from kvdock._verbs import Call, Request, Response, Result
 from kvdock.channel import Options
 from kvdock.errors import from_rpc_error
@@ -31,11 +32,14 @@ from kvdock.events.messages import (
     stream_request,
 )
 from kvdock.fork import remember
+from kvdock.pin import Keep
 from kvdock.session import Session
 from kvdock.types import (
+    NORMAL_PRIORITY,
     ChunkEventData,
     ChunkStatus,
     Evicted,
+    EvictionPriority,
     Hit,
     Lease,
     Namespace,
@@ -62,7 +66,7 @@ _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 1.0
 
 
-class Client(ClientBase):
+class Client(PinVerbs, ClientBase):
     """A server, asked call by call. Thread-safe; connects when it is first used.
 
     ``address`` None finds this host's server (:mod:`kvdock.address`). ``channel_options`` are
@@ -157,6 +161,8 @@ class Client(ClientBase):
         group_idx: int | None = None,
         kv_worker_id: int = 0,
         event_data: Sequence[ChunkEventData] | None = None,
+        keep: Keep | None = None,
+        priority: EvictionPriority = NORMAL_PRIORITY,
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> list[ChunkStatus]:
@@ -164,7 +170,8 @@ class Client(ClientBase):
 
         What the server already has is not sent. What one message cannot name (event data may be
         long) takes several Puts, one after the other. ``parent`` is the key of the chunk before the
-        first; it is empty for a prompt's first chunk. Returns for each chunk STORED, EXISTS,
+        first; it is empty for a prompt's first chunk. ``keep`` pins what is stored, and what is
+        there, as far as pins may keep it. Returns for each chunk STORED, EXISTS,
         NO_SPACE, PARENT_MISSING or FAILED. Raises WrongLength if a shard has another length than
         the namespace's shards, UnknownNamespace, ChunkTooLarge.
         """
@@ -181,6 +188,8 @@ class Client(ClientBase):
                 group_idx=group_idx,
                 kv_worker_id=kv_worker_id,
                 event_data=told if is_whole else told[piece.first : piece.end],
+                keep=keep,
+                priority=priority,
                 progress=progress,
             )
 

@@ -205,6 +205,12 @@ class MessageTooLarge(InvalidArgument):
     default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class PinLimit(KVDockError):
+    """Pins may not keep so much. Unpin something, or start the server with a larger pin_share."""
+
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 class NoEventLog(KVDockError):
     """The server keeps no event log."""
 
@@ -247,6 +253,7 @@ CLASS_OF_REASON: dict[str, type[KVDockError]] = {
     "DRAINING": Draining,
     "NO_EVENT_LOG": NoEventLog,
     "MESSAGE_TOO_LARGE": MessageTooLarge,
+    "PIN_LIMIT": PinLimit,
     "UNKNOWN_REQUEST": UnknownRequest,
     "INTERNAL": ServerError,
 }

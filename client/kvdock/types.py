@@ -15,6 +15,9 @@ from typing import NamedTuple, Self
 
 from kvdock.errors import InvalidArgument
 from kvdock.event_data import ChunkEventData as ChunkEventData
+from kvdock.pin import Keep as Keep
+from kvdock.pin import PinStatus as PinStatus
+from kvdock.pin import Unpinned as Unpinned
 from kvdock.v1 import admin_pb2, cache_pb2, session_pb2, types_pb2
 
 
@@ -72,6 +75,21 @@ _CHUNK_STATUSES: dict[int, ChunkStatus] = {int(status): status for status in Chu
 def chunk_status(value: int) -> ChunkStatus:
     """``ChunkStatus(value)``, in a fraction of the time: a call has one for each chunk."""
     return _CHUNK_STATUSES.get(value, ChunkStatus.UNSPECIFIED)
+
+
+class EvictionPriority(ProtocolEnum):
+    """How soon chunks are evicted, beside others that were last used at the same time."""
+
+    UNSPECIFIED = types_pb2.EVICTION_PRIORITY_UNSPECIFIED
+    LOW = types_pb2.EVICTION_PRIORITY_LOW
+    NORMAL = types_pb2.EVICTION_PRIORITY_NORMAL
+    HIGH = types_pb2.EVICTION_PRIORITY_HIGH
+
+    def to_proto(self) -> types_pb2.EvictionPriority.ValueType:
+        return types_pb2.EvictionPriority.ValueType(self)
+
+
+NORMAL_PRIORITY = EvictionPriority.UNSPECIFIED
 
 
 class SessionRole(ProtocolEnum):
@@ -247,6 +265,8 @@ class Reservation:
     """One for each key: RESERVED, EXISTS, NO_SPACE or PARENT_MISSING."""
     pieces: tuple[tuple[int, int], ...] = ()
     """If it took several requests, of each the id and the number of chunks; ``id`` is the first."""
+    kept_chunks: int = 0
+    """How many of the chunks, from the first on, are kept as was asked."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -263,6 +283,7 @@ class Reservation:
             made[0].epoch,
             tuple(chunk for one in made for chunk in one.chunks),
             tuple((one.id, len(one.chunks)) for one in made),
+            sum(one.kept_chunks for one in made),
         )
 
     def by_piece(self, chunks: Sequence[int] | None) -> dict[int, list[tuple[int, int]] | None]:
@@ -291,6 +312,7 @@ class Reservation:
             message.reservation_id,
             message.epoch,
             tuple(ChunkResult.from_proto(chunk) for chunk in message.chunks),
+            kept_chunks=message.kept_chunks,
         )
 
 
@@ -429,6 +451,8 @@ class PartStatus:
     """Size of the sealed shards."""
     locks: int
     visible: bool
+    pins: int = 0
+    """How many pins keep it."""
 
     @classmethod
     def from_proto(cls, message: admin_pb2.PartStatus) -> PartStatus:
@@ -440,6 +464,7 @@ class PartStatus:
             nbytes=message.bytes,
             locks=message.locks,
             visible=message.visible,
+            pins=message.pins,
         )
 
 

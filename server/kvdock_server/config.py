@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from kvdock.address import default_socket_path
 from kvdock_server import __version__
+from kvdock_server.index.keeping import DEFAULT_PIN_SHARE
 from kvdock_server.index.namespace import MAX_CHUNK_TOKENS
 from kvdock_server.index.policies import POLICIES
 
@@ -66,6 +67,7 @@ _chunk_tokens = _checked(
     int, lambda tokens: 1 <= tokens <= MAX_CHUNK_TOKENS, f"from 1 to {MAX_CHUNK_TOKENS}"
 )
 _seconds = _checked(float, lambda seconds: 0 <= seconds < float("inf"), "at least 0")
+_share = _checked(float, lambda share: 0 <= share <= 0.9, "from 0 to 0.9")
 _memory = _checked(
     parse_bytes,
     lambda nbytes: MIN_MEMORY_BYTES <= nbytes < MAX_MEMORY_BYTES,
@@ -103,6 +105,9 @@ class Config:
     )
     eviction: str = _setting(
         "lru-with-memory", _eviction, "NAME", "lru or lru-with-memory (lru-with-memory)"
+    )
+    pin_share: float = _setting(
+        DEFAULT_PIN_SHARE, _share, "SHARE", "of the memory, what pins may keep at most (0.25)"
     )
     numa: str = _setting("auto", _numa, "MODE", "auto: cache near each GPU; off: evenly (auto)")
     event_log: int = _setting(0, _size, "SIZE", "memory for the log of KV events; 0: none (0)")

@@ -44,6 +44,7 @@ class Reason(Enum):
     TOO_LATE = Code.DEADLINE_EXCEEDED, 20
     UNKNOWN_REQUEST = Code.UNIMPLEMENTED, 21
     MESSAGE_TOO_LARGE = Code.RESOURCE_EXHAUSTED, 22
+    PIN_LIMIT = Code.RESOURCE_EXHAUSTED, 23
 
     @property
     def code(self) -> Code:

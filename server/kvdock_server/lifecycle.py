@@ -56,6 +56,7 @@ async def run(config: Config) -> None:
                 still_mapped=lambda session: pool.segment.is_guarded(session.guard),
                 event_log=limits if config.event_log else None,
                 policy=POLICIES[config.eviction](pool.slots.limit_bytes),
+                pin_share=config.pin_share,
             )
             server = Server(core, pool, transfers, config.chunk_tokens)
             metrics = MetricsEndpoint(core, pool, loop, config.metrics_listen)

@@ -108,6 +108,12 @@ def _server_metrics(core: Core, pool: Pool) -> Iterator[Metric]:
     yield _gauge("leases", "Leases", len(core.leases))
     yield _gauge("sessions", "Open sessions", len(core.sessions))
 
+    keeping = index.keeping
+    yield _gauge("pins", "Pins", len(keeping.pins))
+    yield _gauge("kept_parts", "Parts that pins keep", keeping.parts)
+    yield _gauge("kept_bytes", "Memory that pins keep", keeping.nbytes)
+    yield _gauge("keep_limit_bytes", "What pins may keep", keeping.limit_bytes)
+
     yield _counter("lookups", "Lookups answered", counters.lookups)
     yield _counter("lookup_chunks", "Chunks asked for by lookups", counters.lookup_chunks)
     yield _counter("hit_chunks", "Chunks hit by lookups", counters.hit_chunks)
@@ -117,6 +123,9 @@ def _server_metrics(core: Core, pool: Pool) -> Iterator[Metric]:
     yield _counter("retrieved_bytes", "Bytes of delivered shards", counters.retrieved_bytes)
     yield _counter("evicted_parts", "Parts evicted to make room", totals.evicted_parts)
     yield _counter("no_space", "Chunks that found no memory", totals.no_space)
+    yield _counter(
+        "refused_keeps", "Chunks not kept as asked: pins are at their limit", totals.refused_keeps
+    )
     yield _counter("abandoned_parts", "Parts given up: shards did not come", totals.abandoned_parts)
     copied = CounterMetricFamily(
         "kvdock_device_copied_bytes",

@@ -140,6 +140,32 @@ def test_status_shows_pool_and_sessions(server: Any) -> None:
     assert isinstance(answer["epoch"], str)
 
 
+def test_pins(server: Any, data: Path, tokens: Path) -> None:
+    ok(server.address, "put", "pinned", "--tokens", tokens, "--file", data, "--register")
+    keys = [key.hex() for key in KEYS]
+    said = ok(server.address, "pin", "pinned", *keys[:2], "--name", "mine", "--seconds", "600")
+    assert said == b"2 of 2 chunks kept by pin mine\n"
+    missed = kvdock(server.address, "pin", "pinned", "--tokens", tokens, "--json", keys[0])
+    assert missed.returncode == 2
+    assert json.loads(ok(server.address, "pin", "pinned", "--tokens", tokens, "--json")) == {
+        "pin": "default",
+        "keys": 3,
+        "kept_chunks": 3,
+    }
+    assert b"mine" in ok(server.address, "pins")
+    mine, default = json.loads(ok(server.address, "pins", "pinned", "--json"))
+    assert (mine["pin"], mine["parts"], mine["bytes"]) == ("mine", 2, 2 * SHARD_BYTES)
+    assert 590 < mine["first_end_seconds"] <= mine["last_end_seconds"] < 640
+    assert (default["pin"], default["last_end_seconds"]) == ("default", None)
+    assert b"2 keep 3 parts" in ok(server.address, "status")
+    assert b"pinned" in ok(server.address, "ls", "pinned")
+    assert ok(server.address, "unpin", "mine").startswith(b"1 pins ended; 0 parts")
+    assert kvdock(server.address, "unpin", "mine").returncode == 1
+    assert kvdock(server.address, "unpin").returncode == 2
+    ended = json.loads(ok(server.address, "unpin", "--all", "--json", "--namespace", "pinned"))
+    assert ended == {"pins": 1, "parts": 3, "bytes": 3 * SHARD_BYTES}
+
+
 def test_names_are_shown_as_they_are(server: Any) -> None:
     import kvdock as library
 

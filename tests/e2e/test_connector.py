@@ -51,6 +51,8 @@ OTHERS = {after: BASE[:after] + random_prompt(400, seed=20 + after) for after in
 # Prompts that leave BASE after its last full chunk.
 TOGETHER = [BASE[: 5 * CHUNK] + random_prompt(20, seed=60 + n) for n in range(4)]
 MANY = [random_prompt(1400, seed=40 + n) for n in range(6)]
+# Two chunks, and most of a third that an answer of 96 tokens completes.
+SAYING = random_prompt(2 * CHUNK + 200, seed=70)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def plain(model: Path, logs: Path) -> Callable[[Sequence[int], int], list[int]]:
     """The tokens that an engine without connector answers."""
-    prompts = [*STORED.values(), *OTHERS.values(), *TOGETHER, *MANY]
+    prompts = [*STORED.values(), *OTHERS.values(), *TOGETHER, *MANY, SAYING]
     with start_engine(model, log=logs / "plain.log") as engine:
         answers = engine.generate(*(Request(prompt, max_tokens=96) for prompt in prompts))
     known = {tuple(p): a.tokens for p, a in zip(prompts, answers, strict=True)}
@@ -226,6 +228,47 @@ def test_tenants_are_kept_apart(engine: EngineProcess, plain: Any) -> None:
     (answer,) = engine.generate(ask(BASE, cache_salt="a tenant's own"))
     assert answer.tokens == plain(BASE, 16)
     assert extra(answer) == 0
+
+
+def saying(prompt: Sequence[int], max_tokens: int = 16, **words: Any) -> Request:
+    return Request(prompt, max_tokens=max_tokens, kv_transfer_params={**ASK, "kvdock": words})
+
+
+def test_a_request_that_is_not_to_be_stored(
+    engine: EngineProcess, server: ServerProcess, plain: Any
+) -> None:
+    assert engine.reset_prefix_cache()
+    before = status(server).counters.stored_shards
+    reading, silent = engine.generate(
+        saying(BASE, store=False), saying(SAYING, max_tokens=96, store=False)
+    )
+    assert (reading.tokens, extra(reading)) == (plain(BASE, 16), 5 * CHUNK)
+    assert (silent.tokens, extra(silent)) == (plain(SAYING, 96), 0)
+    assert status(server).counters.stored_shards == before
+    # The control, and what is wrong is told.
+    assert engine.reset_prefix_cache()
+    (stored,) = engine.generate(saying(SAYING, max_tokens=96, store="no"))
+    assert (stored.tokens, extra(stored)) == (plain(SAYING, 96), 0)
+    assert stored.kv_transfer_params is not None
+    assert "it must be true or false" in stored.kv_transfer_params["kvdock"]["ignored"][0]
+    assert status(server).counters.stored_shards == before + 3
+
+
+def test_a_request_whose_first_tokens_are_kept(
+    engine: EngineProcess, server: ServerProcess, plain: Any
+) -> None:
+    before = status(server).counters.stored_shards
+    (first,) = engine.generate(saying(MANY[4], pin="mine", store_tokens=2 * CHUNK + 9))
+    assert first.tokens == plain(MANY[4], 16)
+    assert status(server).counters.stored_shards == before + 2
+    with Client(server.address) as client:
+        assert [(pin.pin, pin.parts) for pin in client.pins()] == [("mine", 2)]
+        assert client.evict(all=True).parts > 0
+        assert engine.reset_prefix_cache()
+        kept, evicted = engine.generate(saying(MANY[4], store=False), saying(BASE, store=False))
+        assert (kept.tokens, extra(kept)) == (plain(MANY[4], 16), 2 * CHUNK)
+        assert (evicted.tokens, extra(evicted)) == (plain(BASE, 16), 0)
+        assert client.unpin("mine").parts == 2
 
 
 def test_two_engines_at_once(

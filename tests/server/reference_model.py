@@ -26,6 +26,7 @@ from server_state import (
     MemoryState,
     NamespaceState,
     PartState,
+    PinState,
     SessionState,
     State,
 )
@@ -36,6 +37,7 @@ from kvdock_server.index.index import ReserveStatus
 from kvdock_server.index.namespace import Group, GroupKind, Namespace
 
 PAGE_BYTES = 4096
+PIN_SHARE = 0.25
 MAX_READERS = 256
 SHARDS_MISSING_SECONDS = 60.0
 
@@ -98,6 +100,13 @@ class Session:
     reservations: dict[int, dict[int, Slot]] = field(default_factory=dict)
 
 
+class Pin(NamedTuple):
+    """A name in a namespace."""
+
+    namespace: str
+    name: str
+
+
 class Lock(NamedTuple):
     """One reader's lock on one part. ``chunk`` is an index into the lookup."""
 
@@ -142,6 +151,7 @@ class Model:
         self.parts: dict[tuple[ChunkId, int], Part] = {}  # those in the index
         self.leases: dict[int, Lease] = {}
         self.readings: list[list[Part]] = []
+        self.kept: dict[Pin, dict[Part, float]] = {}  # with the time at which each is let go
         self.slots: set[Slot] = set()
         self.counters: Counter[str] = Counter()
 
@@ -178,6 +188,18 @@ class Model:
         locked = {lock.part for lease in self.leases.values() for lock in lease.locks}
         return locked.union(*self.readings)
 
+    def keepers(self, part: Part) -> int:
+        """How many pins keep it."""
+        return sum(part in kept for kept in self.kept.values())
+
+    def kept_parts(self) -> set[Part]:
+        """The parts that some pin keeps."""
+        return {part for kept in self.kept.values() for part in kept}
+
+    def part_bytes(self, part: Part) -> int:
+        """What a kept part takes: all its slots, whether or not there is something in them."""
+        return sum(map(slot_bytes, self.group(part).shard_bytes))
+
     def held(self) -> set[Part]:
         """The parts whose sealed shards take memory."""
         return set(self.parts.values()) | self.pinned()
@@ -207,11 +229,14 @@ class Model:
 
     def may_go(self, part: Part) -> bool:
         """True if the part could be evicted by itself now."""
-        if not self.is_visible(part) or self.pins(part):
+        if not self.is_visible(part) or self.pins(part) or self.keepers(part):
             return False
         if not self.is_full_attention(part):
             return True
-        in_use = any(other.writing or self.pins(other) for other in self.parts_of(part.chunk))
+        in_use = any(
+            other.writing or self.pins(other) or self.keepers(other)
+            for other in self.parts_of(part.chunk)
+        )
         return not in_use and not self.children(part.chunk)
 
     def is_announced(self, part: Part | None) -> bool:
@@ -246,12 +271,23 @@ class Model:
                     frozenset(part.sealed.items()),
                     frozenset(part.writing),
                     self.pins(part) if part in pinned else 0,
+                    self.keepers(part),
                     part in visible,
                 )
                 for part in self.parts.values()
             ),
             pending_parts=len(self.parts) - len(visible),
             pinned_parts=len(pinned),
+            pins=frozenset(
+                PinState(
+                    *pin,
+                    frozenset((part.chunk.key, part.position, end) for part, end in kept.items()),
+                    sum(map(self.part_bytes, kept)),
+                )
+                for pin, kept in self.kept.items()
+            ),
+            kept_parts=len(self.kept_parts()),
+            kept_bytes=sum(map(self.part_bytes, self.kept_parts())),
             locks=frozenset(
                 LockState(
                     lease.lease_id,
@@ -357,6 +393,8 @@ class Model:
         for lease in list(self.leases.values()):
             if lease.expires_at is not None and lease.expires_at <= now:
                 self._release(lease, lease.locks)
+        for pin, kept in list(self.kept.items()):
+            self._keep_only(pin, {part for part, end in kept.items() if end > now})
         for part in list(self.parts.values()):
             late = part.deadline <= now and not part.writing and not self.is_visible(part)
             if late:
@@ -612,6 +650,96 @@ class Model:
         """A read is over."""
         self.readings = [other for other in self.readings if other is not reading]
 
+    # Keeping
+
+    def refuses_pin(self, pin: Pin, keys: Sequence[bytes], end: float) -> Reason | None:
+        """Why a prompt is not pinned."""
+        if self.draining:
+            return Reason.DRAINING
+        if pin.namespace not in self.namespaces:
+            return Reason.UNKNOWN_NAMESPACE
+        wanted = self.kept_parts()
+        for part in self.hit_parts(pin.namespace, keys):
+            wanted.update(self.with_prefix(pin, part, end))
+        return None if self.may_be_kept(wanted) else Reason.PIN_LIMIT
+
+    def may_be_kept(self, parts: Collection[Part]) -> bool:
+        """True if pins may keep all these."""
+        return sum(map(self.part_bytes, parts)) <= PIN_SHARE * self.pool_bytes
+
+    def hit_parts(self, namespace: str, keys: Sequence[bytes]) -> list[Part]:
+        """What a lookup would lock."""
+        _, needed = self.hit(namespace, keys)
+        return [
+            self.parts[ChunkId(namespace, keys[chunk]), position]
+            for position, chunks in enumerate(needed)
+            for chunk in chunks
+        ]
+
+    def full_attention(self, pin: Pin, chunk: ChunkId, end: float) -> Iterator[Part]:
+        """The full attention of a chunk and of those before it, the last first, up to a chunk that
+        the pin keeps already. (Before that one a part may have come late.)
+        """
+        kept = self.kept.get(pin, {})
+        while chunk.key:
+            full = [part for part in self.parts_of(chunk) if self.is_full_attention(part)]
+            if full and all(kept.get(part, 0.0) >= end for part in full):
+                return
+            yield from full
+            chunk = self.parents[chunk]
+
+    def with_prefix(self, pin: Pin, part: Part, end: float) -> list[Part]:
+        """A part, after all of full attention that it cannot do without."""
+        return [*reversed(list(self.full_attention(pin, part.chunk, end))), part]
+
+    def pin(self, pin: Pin, keys: Sequence[bytes], end: float) -> int:
+        """What is cached of a prompt is kept; how many chunks that is."""
+        for part in self.hit_parts(pin.namespace, keys):
+            for each in self.with_prefix(pin, part, end):
+                self._keep(pin, each, end)
+        return self.hit(pin.namespace, keys)[0]
+
+    def keep(self, pin: Pin, before: ChunkId, parts: Iterable[Part | None], end: float) -> int:
+        """Keep a chunk and then parts that were stored, as long as pins may keep more; how many of
+        the parts are kept. None stands for a part that is gone, since it could not be kept.
+        """
+        count = 0
+        needed: list[list[Part]] = [list(self.full_attention(pin, before, end))[::-1]]
+        needed += [self.with_prefix(pin, part, end) if part else [] for part in parts]
+        for index, wanted in enumerate(needed):
+            for each in wanted:
+                if not self.may_be_kept(self.kept_parts() | {each}) or not all(
+                    self.group(each).shard_bytes
+                ):
+                    return count
+                self._keep(pin, each, end)
+            if index and not wanted:
+                return count
+            count = index
+        return count
+
+    def unpin(self, namespace: str | None, name: str | None) -> tuple[int, int, int]:
+        """End pins; how many, and how many parts and bytes are not kept any more."""
+        before = self.kept_parts()
+        pins = [
+            pin
+            for pin in self.kept
+            if namespace in (None, pin.namespace) and name in (None, pin.name)
+        ]
+        for pin in pins:
+            del self.kept[pin]
+        gone = before - self.kept_parts()
+        return len(pins), len(gone), sum(map(self.part_bytes, gone))
+
+    def _keep(self, pin: Pin, part: Part, end: float) -> None:
+        kept = self.kept.setdefault(pin, {})
+        kept[part] = max(end, kept.get(part, end))
+
+    def _keep_only(self, pin: Pin, parts: Collection[Part]) -> None:
+        self.kept[pin] = {part: end for part, end in self.kept[pin].items() if part in parts}
+        if not self.kept[pin]:
+            del self.kept[pin]
+
     # Storing
 
     def refuses_reserve(
@@ -641,16 +769,18 @@ class Model:
         told: Sequence[bytes],
         answers: Sequence[ReserveStatus | int],
         left: Collection[PartState],
-    ) -> dict[int, Slot]:
-        """Memory for one shard of consecutive chunks; the new slots by chunk.
+        keep: tuple[str, float] | None = None,
+    ) -> tuple[dict[int, Slot], int]:
+        """Memory for one shard of consecutive chunks; the new slots by chunk, and how many of the
+        chunks are kept.
 
-        ``answers`` are the server's, an offset for each chunk that got memory, and ``left`` is what
-        its index has now.
+        ``keep`` is the name of a pin, and until when it keeps them. ``answers`` are the server's,
+        an offset for each chunk that got memory, and ``left`` is what its index has now.
         """
         chunks = [ChunkId(namespace, parent), *(ChunkId(namespace, key) for key in keys)]
         if parent and not self._can_be_extended(chunks[0], position):
             assert set(answers) == {ReserveStatus.PARENT_MISSING}
-            return {}
+            return {}, 0
         there = [self._has(chunk, position, shard) for chunk in chunks[1:]]
         self._evict(self.missing(left))
         slots: dict[int, Slot] = {}
@@ -672,7 +802,17 @@ class Model:
             size = self.namespaces[namespace].groups[position].shard_bytes[shard]
             assert all(part.chunk in chunks for part in self.may_go_for(size))
         self._forget_chunks()
-        return slots
+        if keep is None:
+            return slots, 0
+        # Of these a part that could not be kept may have been evicted for the next ones.
+        there = [
+            self.parts.get((chunk, position))
+            for chunk, answer in zip(chunks[1:], answers, strict=True)
+            if answer is ReserveStatus.EXISTS or isinstance(answer, int)
+        ]
+        kept = self.keep(Pin(namespace, keep[0]), chunks[0], there, keep[1])
+        self.counters["refused_keeps"] += len(there) - kept
+        return slots, kept
 
     def _can_be_extended(self, chunk: ChunkId, position: int) -> bool:
         """True if a hit could ever reach what extends the chunk."""
@@ -788,6 +928,7 @@ class Model:
         for part in gone:
             assert not part.writing, "a part was evicted while it was being written"
             assert not self.pins(part), "a part was evicted while somebody held it"
+            assert not self.keepers(part), "a part was evicted while a pin kept it"
             if self.is_full_attention(part):
                 for chunk in self.with_descendants(part.chunk):
                     assert gone >= set(self.parts_of(chunk)), "what needs it was left"
@@ -825,6 +966,8 @@ class Model:
         return visible
 
     def _remove(self, part: Part) -> None:
+        for pin, kept in list(self.kept.items()):
+            self._keep_only(pin, kept.keys() - {part})
         del self.parts[part.chunk, part.position]
         part.writing.clear()
 

@@ -31,7 +31,8 @@ class PartState:
     """A part that is in the index.
 
     ``slots`` has (shard, offset) of each sealed shard, ``writing`` each shard that is being
-    written. ``pins`` counts the leases that lock it and the reads under way.
+    written. ``pins`` counts the leases that lock it and the reads under way, ``keepers`` the pins
+    that keep it.
     """
 
     namespace: str
@@ -40,7 +41,18 @@ class PartState:
     slots: frozenset[tuple[int, int]]
     writing: frozenset[int]
     pins: int
+    keepers: int
     visible: bool
+
+
+@dataclass(frozen=True)
+class PinState:
+    """A pin. ``kept`` has (key, position, until) of each part."""
+
+    namespace: str
+    name: str
+    kept: frozenset[tuple[bytes, int, float]]
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,9 @@ class State:
     parts: frozenset[PartState]
     pending_parts: int
     pinned_parts: int
+    pins: frozenset[PinState]
+    kept_parts: int
+    kept_bytes: int
     locks: frozenset[LockState]
     leases: frozenset[LeaseState]
     sessions: frozenset[tuple[SessionState, int]]
@@ -206,6 +221,21 @@ def state_of(core: Core, slots: SlotAllocator, events: EventReader | None = None
         parts=parts_of(core),
         pending_parts=index.pending_parts,
         pinned_parts=index.pinned_parts,
+        pins=frozenset(
+            PinState(
+                pin.space.namespace.name,
+                pin.name,
+                frozenset(
+                    (part.chunk.key, part.position, until)
+                    for until, parts in pin.due.items()
+                    for part in parts
+                ),
+                pin.nbytes,
+            )
+            for pin in core.pins.named()
+        ),
+        kept_parts=index.keeping.parts,
+        kept_bytes=index.keeping.nbytes,
         locks=frozenset(_locks(core)),
         leases=frozenset(
             LeaseState(
@@ -262,6 +292,7 @@ def _part(part: Part) -> PartState:
         _slots(part),
         frozenset(shard for shard in range(namespace.kv_world_size) if part.writing >> shard & 1),
         part.pins,
+        len(part.chunk.space.kept.get(part, ())),
         part.visible,
     )
 

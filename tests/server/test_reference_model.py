@@ -11,6 +11,7 @@ server drains, and nothing may be left.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
 from collections import Counter
@@ -37,7 +38,16 @@ from reference_model import Model
 from server_state import EventReader, parts_of, runs_of, state_of
 
 from kvdock.v1 import types_pb2
-from kvdock_server.core import Core, LeaseRange, LockedShards, LockRange, Role, Session
+from kvdock_server.core import (
+    Core,
+    Keep,
+    LeaseRange,
+    LockedShards,
+    LockRange,
+    Priority,
+    Role,
+    Session,
+)
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.events.log import Limits
 from kvdock_server.index.index import ReserveStatus, Slot
@@ -150,6 +160,8 @@ OWNER: Final = "owner"
 numbers = st.integers(0, 2)
 chunks = st.integers(0, 5)
 skips = st.sampled_from([0, 0, 0, 1, 2, 4])
+# The name of a pin, and for how many milliseconds it keeps what is stored.
+wishes = st.sampled_from([None, None, None, ("one", 0), ("one", 30_000), ("", 4_000), ("two", 0)])
 
 
 # For what would otherwise leave too little of what others did.
@@ -226,9 +238,11 @@ class ServerMachine(RuleBasedStateMachine):
         assert self.core.is_idle
         assert not len(self.core.sessions)
         assert not len(self.core.leases)
+        self.unpin(None, None)
         self.evict(None)
         self.all_is_as_the_model_says()
         assert not self.model.state().chunks
+        assert not self.model.state().kept_bytes
         assert not runs_of(self.slots)
 
     # What the rules have in common
@@ -258,6 +272,20 @@ class ServerMachine(RuleBasedStateMachine):
         session.last_seen = caller.model.last_seen = self.clock()
         return True
 
+    def wish(self, wanted: tuple[str, int] | None) -> Keep | None:
+        """The server's form of a wish."""
+        if wanted is None:
+            return None
+        name, ttl_ms = wanted
+        wish = self.core.pins.wish(name, ttl_ms)
+        assert wish.pin == (name or "default")
+        if ttl_ms:
+            late = wish.until - self.clock() - ttl_ms / 1000
+            assert 0 <= late <= ttl_ms / 16_000 + 1
+        else:
+            assert wish.until == math.inf
+        return wish
+
     def group_of(self, namespace: str, number: int) -> tuple[int, int | None]:
         """One of the namespace's groups: its position and its index."""
         known = self.model.namespaces.get(namespace, NAMESPACES["plain"])
@@ -272,9 +300,10 @@ class ServerMachine(RuleBasedStateMachine):
         shard: int,
         path: Sequence[int],
         skip: int = 0,
+        wanted: tuple[str, int] | None = None,
     ) -> dict[int, Writing] | None:
         """Reserve the chunks of a prompt but for the first ones; the slots by chunk, None if that
-        is refused.
+        is refused. They are kept as ``wanted``.
         """
         session, model = (caller.session, caller.model) if caller else (None, None)
         position, group_idx = self.group_of(namespace, number)
@@ -287,6 +316,7 @@ class ServerMachine(RuleBasedStateMachine):
         free_before = Counter[int]()
         for run in runs_of(self.slots):
             free_before[run.slot_bytes] += len(run.free)
+        keep = self.wish(wanted)
         evicted_before = self.model.counters["evicted_parts"]
         outcomes = self.attempt(
             self.model.refuses_reserve(model, namespace, group_idx, shard),
@@ -298,14 +328,25 @@ class ServerMachine(RuleBasedStateMachine):
             parent,
             keys,
             [event_data(one) for one in told],
+            keep,
+            Priority(self.steps % 3 - 1),
         )
         if outcomes is None:
             return None
         slots = {index: outcome for index, outcome in enumerate(outcomes) if type(outcome) is Slot}
         answers = [getattr(outcome, "offset", outcome) for outcome in outcomes]
-        modelled = self.model.reserve(
-            namespace, position, shard, parent, keys, told, answers, parts_of(self.core)
+        modelled, kept = self.model.reserve(
+            namespace,
+            position,
+            shard,
+            parent,
+            keys,
+            told,
+            answers,
+            parts_of(self.core),
+            (keep.pin, keep.until) if keep else None,
         )
+        assert kept == (keep.kept if keep else 0)
         assert slots.keys() == modelled.keys()
         if self.model.counters["evicted_parts"] > evicted_before:
             nbytes = NAMESPACES[namespace].groups[position].shard_bytes[shard]
@@ -403,6 +444,7 @@ class ServerMachine(RuleBasedStateMachine):
         self.core.draining = self.model.draining = True
         self.opened("one", Role.SCHEDULER, 0, 0, 30_000)
         self.reserved(None, "plain", 0, 0, path)
+        self.pin("plain", path, 0, ("one", 0))
         self.lookup(None, "plain", path, 1, False, 0)
         self.lookup(None, "plain", path, 1, True, 0)
         self.core.draining = self.model.draining = False
@@ -606,6 +648,39 @@ class ServerMachine(RuleBasedStateMachine):
             lease.lease_id, position, chunks.first_chunk, chunks.end_chunk, readers
         )
 
+    # Keeping
+
+    @rule(
+        namespace=any_namespace,
+        path=paths,
+        skip=skips,
+        wanted=wishes.filter(bool),
+    )
+    def pin(self, namespace: str, path: Sequence[int], skip: int, wanted: tuple[str, int]) -> None:
+        keys = prompt(path)[min(skip, len(path) - 1) :]
+        keep = self.wish(wanted)
+        assert keep is not None
+        pin = reference_model.Pin(namespace, keep.pin)
+        reason = self.model.refuses_pin(pin, keys, keep.until)
+        try:
+            self.core.refuse_when_draining()
+            at_once(self.core.pins.pin_in_steps(namespace, keys, keep))
+        except RequestError as error:
+            assert error.reason is reason
+            return
+        assert reason is None
+        assert keep.kept == self.model.pin(pin, keys, keep.until)
+
+    @seldom
+    @rule(
+        namespace=st.sampled_from([None, None, "plain", "hybrid", "unknown"]),
+        name=st.sampled_from(["one", "two", "default", "other", None]),
+    )
+    def unpin(self, namespace: str | None, name: str | None) -> None:
+        pins = self.core.pins.named(namespace, name)
+        parts, nbytes = at_once(self.core.pins.unpin_in_steps(pins))
+        assert (len(pins), parts, nbytes) == self.model.unpin(namespace, name)
+
     # Storing
 
     @rule(
@@ -616,6 +691,7 @@ class ServerMachine(RuleBasedStateMachine):
         readers=st.integers(1, 3),
         backwards=st.booleans(),
         retrieve=st.booleans(),
+        wanted=wishes,
     )
     def store_and_lookup(
         self,
@@ -625,11 +701,13 @@ class ServerMachine(RuleBasedStateMachine):
         readers: int,
         backwards: bool,
         retrieve: bool,
+        wanted: tuple[str, int] | None,
     ) -> Any:
         """A whole prompt at once, so that lookups hit."""
         for number in range(len(self.model.namespaces[namespace].groups)):
             for shard in range(self.model.namespaces[namespace].kv_world_size):
-                new = list((self.reserved(None, namespace, number, shard, path) or {}).values())
+                slots = self.reserved(None, namespace, number, shard, path, 0, wanted)
+                new = list((slots or {}).values())
                 self.all_writings.extend(new)
                 for writing in reversed(new) if backwards else new:
                     self.finish_writing(writing, complete=True)
@@ -645,12 +723,19 @@ class ServerMachine(RuleBasedStateMachine):
         shard=st.sampled_from([0, 0, 0, 1, 1, 2]),
         path=paths,
         skip=skips,
+        wanted=wishes,
     )
     def begin_writing(
-        self, namespace: str, number: int, shard: int, path: Sequence[int], skip: int
+        self,
+        namespace: str,
+        number: int,
+        shard: int,
+        path: Sequence[int],
+        skip: int,
+        wanted: tuple[str, int] | None,
     ) -> Any:
         """Store in server mode, and Put."""
-        new = self.reserved(None, namespace, number, shard, path, skip) or {}
+        new = self.reserved(None, namespace, number, shard, path, skip, wanted) or {}
         self.all_writings.extend(new.values())
         return multiple(*new.values())
 

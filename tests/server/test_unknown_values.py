@@ -60,6 +60,8 @@ PATHS = {
 
 def with_value(message: Descriptor, path: Sequence[FieldDescriptor], value: int) -> Message:
     request: Any = GetMessageClass(message)()
+    if any(field.name == "keys" for field in message.fields):
+        request.keys.append(bytes(32))  # there must be one
     inner = request
     for field in path[:-1]:
         inner = getattr(inner, field.name)

@@ -16,9 +16,10 @@ import pytest
 
 from kvdock import liveness, trust
 from kvdock.errors import DeadlineExceeded, DeviceMemory, SessionLost
-from kvdock.types import Segment
+from kvdock.types import ChunkStatus, EvictionPriority, Keep, Segment
+from kvdock.v1 import cache_pb2, types_pb2
 from kvdock_vllm.engine.parallel import ParallelStrategy
-from kvdock_vllm.engine.specs import Target
+from kvdock_vllm.engine.specs import GroupStore, Target
 from kvdock_vllm.engine.transfers import fence as fence_module
 from kvdock_vllm.engine.transfers import server as server_module
 from kvdock_vllm.engine.transfers.base import CopyRequest, Mark
@@ -75,13 +76,25 @@ def test_a_store_whose_session_is_lost_ends_with_its_deadline(
     monkeypatch.setattr(server_module, "_STORE_SECONDS", 0.2)
     sent: list[Any] = []
     session: Any = SimpleNamespace(submit=lambda request: sent.append(request) or lost())
-    group: Any = SimpleNamespace(
-        group_idx=None, parent=b"", keys=[bytes(32)], block_ids=[0], event_data=[]
-    )
+    group = GroupStore(0, None, 0, b"", (bytes(32),), (0,))
     transfers = ServerChunkTransfers(ParallelStrategy(False, 1, 1, 0), Fence())
     with pytest.raises(SessionLost):
         transfers.store(CopyRequest(session, TARGET, group, Mark(), lambda: False))
     assert time.monotonic_ns() >= sent[0].deadline_ns > 0
+
+
+def test_a_store_carries_what_its_request_says() -> None:
+    sent: list[Any] = []
+    response: Future[Any] = Future()
+    response.set_result(cache_pb2.StoreResponse(chunks=[cache_pb2.ChunkResult(status=1)]))
+    session: Any = SimpleNamespace(submit=lambda request: sent.append(request) or response)
+    keep, high = Keep("mine", 5.0), EvictionPriority.HIGH
+    group = GroupStore(0, None, 0, b"", (bytes(32),), (0,), (), keep, high)
+    transfers = ServerChunkTransfers(ParallelStrategy(False, 1, 1, 0), Fence())
+    stored = transfers.store(CopyRequest(session, TARGET, group, Mark(), lambda: False))
+    assert stored == [ChunkStatus.STORED]
+    assert (sent[0].keep.pin, sent[0].keep.ttl_ms) == ("mine", 5_000)
+    assert sent[0].priority == types_pb2.EVICTION_PRIORITY_HIGH
 
 
 def test_a_store_that_is_not_answered_reads_until_its_deadline_and_no_longer(
@@ -91,9 +104,7 @@ def test_a_store_that_is_not_answered_reads_until_its_deadline_and_no_longer(
     monkeypatch.setattr(server_module, "_PIECE_SECONDS", 0.4)
     sent: list[Any] = []
     session: Any = SimpleNamespace(submit=lambda request: sent.append(request) or Future())
-    group: Any = SimpleNamespace(
-        group_idx=None, parent=b"", keys=[bytes(32)], block_ids=[0], event_data=[]
-    )
+    group = GroupStore(0, None, 0, b"", (bytes(32),), (0,))
     transfers = ServerChunkTransfers(ParallelStrategy(False, 1, 1, 0), Fence())
     ended: list[int] = []
 

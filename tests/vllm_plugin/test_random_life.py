@@ -39,6 +39,16 @@ from kvdock_vllm.connector import KVDockConnector
 
 C = CHUNK_TOKENS
 ASK = {"num_kvdock_extra_cached_tokens": None}
+# What requests say for themselves: mostly nothing.
+SAYS: list[object] = [
+    *[None] * 5,
+    {"store": False},
+    {"store_tokens": C + 7},
+    {"pin": "one", "keep_seconds": 1},
+    {"pin": "two", "priority": "low"},
+    {"priority": "high"},
+    {"store": "perhaps"},
+]
 
 # One group, and several: windows longer and shorter than a chunk, blocks of one size and of two,
 # and local attention whose pieces are two chunks.
@@ -130,9 +140,14 @@ class EngineLife(RuleBasedStateMachine):
         )
         self.add_several_as_after_a_start(stem, tokens, count, more=20)
 
-    @rule(stem=st.sampled_from(STEMS), tokens=st.integers(1, 5 * C), more=st.integers(1, 90))
-    def add(self, stem: list[int], tokens: int, more: int) -> None:
-        self._add(stem, tokens, more)
+    @rule(
+        stem=st.sampled_from(STEMS),
+        tokens=st.integers(1, 5 * C),
+        more=st.integers(1, 90),
+        say=st.sampled_from(SAYS),
+    )
+    def add(self, stem: list[int], tokens: int, more: int, say: object) -> None:
+        self._add(stem, tokens, more, say)
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -156,11 +171,12 @@ class EngineLife(RuleBasedStateMachine):
         for _ in range(count):
             self._add(stem, tokens, more)
 
-    def _add(self, stem: list[int], tokens: int, more: int) -> None:
+    def _add(self, stem: list[int], tokens: int, more: int, say: object = None) -> None:
         assert self.engine is not None
         name = f"r{len(self.prompts)}"
         self.prompts[name] = (stem[:tokens], more)
-        self.engine.add(name, stem[:tokens], max_tokens=more, kv_transfer_params=ASK)
+        params = {**ASK, "kvdock": say}
+        self.engine.add(name, stem[:tokens], max_tokens=more, kv_transfer_params=params)
 
     @rule(steps=st.integers(1, 15))
     def step(self, steps: int) -> None:
@@ -223,7 +239,7 @@ class EngineLife(RuleBasedStateMachine):
             return
         for name, outcome in self.engine.outcomes.items():
             if outcome.kv_transfer_params is not None:
-                (extra,) = outcome.kv_transfer_params.values()
+                (extra,) = (outcome.kv_transfer_params[key] for key in ASK)
                 assert 0 <= extra <= len(self.prompts[name][0])
 
     def teardown(self) -> None:

@@ -24,7 +24,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvdock_vllm import ended_loads
+from kvdock_vllm import ended_loads, says
 from kvdock_vllm.beside import Beside
 from kvdock_vllm.blocks import blocks_written, follow_blocks, tokens_computed
 from kvdock_vllm.config import RECOMPUTE, Config
@@ -295,6 +295,7 @@ class SchedulerHalf:
             if num_tokens < awaited.most_tokens + target.chunk_tokens:
                 return None
             record.forget_lookup()
+        num_tokens = record.say.tokens_to_store(num_tokens)
         return self.stores.plan(record, num_tokens, target, held_from=held_from, is_last=is_last)
 
     # -- ends -----------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ class SchedulerHalf:
         record = self.records.pop(request.request_id, None)
         if record is None:
             return None
-        answer = _extra_tokens_answer(request, record)
+        answer = {**_extra_tokens_answer(request, record), **says.answer(record.say)} or None
         # vLLM itself keeps the blocks of a request that is loading.
         is_loading = self.loads.lose(request.request_id)
         self.lookups.note_answer(record)
@@ -443,12 +444,12 @@ def _ended_by_itself(request: Request) -> bool:
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
-def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any] | None:
+def _extra_tokens_answer(request: Request, record: Record) -> dict[str, Any]:
     """The number of tokens that came from KVDock, under the keys that asked for it."""
     asked = request.kv_transfer_params
     if not isinstance(asked, Mapping):
-        return None
-    return {key: record.extra.loaded for key in EXTRA_TOKENS_KEYS if key in asked} or None
+        return {}
+    return {key: record.extra.loaded for key in EXTRA_TOKENS_KEYS if key in asked}
 
 
 def _correct_vllms_count(request: Any, loaded_tokens: int) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvdock_vllm.engine.records import ExtraTokens, Record
+from kvdock_vllm.says import Says
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -20,6 +21,7 @@ class Records(dict[str, Record]):
     def __init__(self, num_groups: int) -> None:
         super().__init__()
         self._num_groups = num_groups
+        self._says = Says()
         # vLLM makes a request of each sample of a prompt (``n`` > 1). Its response carries only the
         # kv_transfer_params of the sample that ended last. So the samples share one ExtraTokens,
         # which lives as long as their records.
@@ -32,6 +34,7 @@ class Records(dict[str, Record]):
             tables: list[list[int]] = [[] for _ in range(self._num_groups)]
             extra = self._extras.setdefault(_prompt_id(request.request_id), ExtraTokens())
             record = self[request.request_id] = Record(request, extra, tables)
+            record.say = self._says.of(request)
         return record
 
 

@@ -84,6 +84,9 @@ class Client(ClientBase):
     get_into = awaited(blocking.Client.get_into)
     status = awaited(blocking.Client.status)
     namespaces = awaited(blocking.Client.namespaces)
+    pin = awaited(blocking.Client.pin)
+    unpin = awaited(blocking.Client.unpin)
+    pins = awaited(blocking.Client.pins)
     clear = awaited(blocking.Client.clear)
     evict = awaited(blocking.Client.evict)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvdock._client_base import DEFAULT_TIMEOUT
 from kvdock._version import __version__
 from kvdock.address import ENVIRONMENT_VARIABLE, default_address
-from kvdock.cli import commands, doctor, events, inputs, replay
+from kvdock.cli import commands, doctor, events, inputs, pins, replay
 from kvdock.errors import InvalidArgument
 from kvdock.replay.simulation import POLICIES
 from kvdock.replay.trace import MOST_BLOCKS
@@ -135,6 +135,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     follow.add_argument("--group", metavar="N", type=int, help="only this KV-cache group (all)")
     follow.set_defaults(run=events.follow)
+
+    pins.add_parsers(subcommands, keys, server)
 
     clear = subcommands.add_parser("clear", parents=[server], help="forget what is stored")
     clear.add_argument("namespace", metavar="NAMESPACE", nargs="?")

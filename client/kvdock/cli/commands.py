@@ -60,6 +60,7 @@ def status(arguments: argparse.Namespace) -> int:
                 "locks",
                 f"{index.locks:,} of {index.leases:,} leases on {index.locked_parts:,} parts",
             ),
+            ("pins", _pins(answer.pins, counters)),
             ("lookups", _lookups(counters)),
             ("stored", f"{counters.stored_shards:,} shards, {output.size(counters.stored_bytes)}"),
             (
@@ -300,6 +301,7 @@ def _list_chunks(client: Client, namespace: str, *, as_json: bool) -> int:
     print(f"{'key':64}  {'group':>5}  {'shards':>6}  {'size':>10}  {'locks':>5}")
     for part in itertools.chain([first], parts):
         note = "" if part.visible else "  incomplete"
+        note += "  pinned" if part.pins else ""
         print(
             f"{part.key.hex()}  {_group(part.group_idx):>5}  {part.sealed_shards:>6}  "
             f"{output.size(part.nbytes):>10}  {part.locks:>5}{note}"
@@ -316,6 +318,7 @@ def _part_to_json(part: PartStatus) -> dict[str, object]:
         "bytes": part.nbytes,
         "locks": part.locks,
         "visible": part.visible,
+        "pins": part.pins,
     }
 
 
@@ -382,6 +385,16 @@ def _copied(counters: admin_pb2.Counters) -> str:
         f"{output.size(counters.host_to_device_bytes)} to devices, "
         f"{output.size(counters.device_to_device_bytes)} between devices"
     )
+
+
+def _pins(pins: admin_pb2.PinTotals, counters: admin_pb2.Counters) -> str:
+    text = (
+        f"{pins.pins:,} keep {pins.parts:,} parts, {output.size(pins.bytes)} of at most "
+        f"{output.size(pins.limit_bytes)}"
+    )
+    if counters.refused_keeps:
+        text += f"; {counters.refused_keeps:,} chunks not kept, for this limit"
+    return text
 
 
 def _lookups(counters: admin_pb2.Counters) -> str:

@@ -53,6 +53,7 @@ class StatusResponse(google.protobuf.message.Message):
     SESSIONS_TOTAL_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     version: builtins.str
@@ -97,6 +98,10 @@ class StatusResponse(google.protobuf.message.Message):
         feature "tiers".
         """
 
+    @property
+    def pins(self) -> Global___PinTotals:
+        """What pins keep."""
+
     def __init__(
         self,
         *,
@@ -114,11 +119,42 @@ class StatusResponse(google.protobuf.message.Message):
         sessions_total: builtins.int = ...,
         features: collections.abc.Iterable[builtins.str] | None = ...,
         tiers: collections.abc.Iterable[Global___TierStatus] | None = ...,
+        pins: Global___PinTotals | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["counters", b"counters", "index", b"index", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "features", b"features", "index", b"index", "pid", b"pid", "pool", b"pool", "segments", b"segments", "sessions", b"sessions", "sessions_total", b"sessions_total", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["counters", b"counters", "index", b"index", "pins", b"pins", "pool", b"pool"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "features", b"features", "index", b"index", "pid", b"pid", "pins", b"pins", "pool", b"pool", "segments", b"segments", "sessions", b"sessions", "sessions_total", b"sessions_total", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "version", b"version"]) -> None: ...
 
 Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
+
+@typing.final
+class PinTotals(google.protobuf.message.Message):
+    """What the pins of a server keep, all together."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    pins: builtins.int
+    """Pins."""
+    parts: builtins.int
+    """Parts that at least one pin keeps, visible or still being written."""
+    bytes: builtins.int
+    """Memory of these parts, in slots of all their shards, counted once however many pins keep them."""
+    limit_bytes: builtins.int
+    """What bytes may be at most: the setting pin_share of the pool. 0: nothing is kept."""
+    def __init__(
+        self,
+        *,
+        pins: builtins.int = ...,
+        parts: builtins.int = ...,
+        bytes: builtins.int = ...,
+        limit_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "limit_bytes", b"limit_bytes", "parts", b"parts", "pins", b"pins"]) -> None: ...
+
+Global___PinTotals: typing_extensions.TypeAlias = PinTotals
 
 @typing.final
 class TierStatus(google.protobuf.message.Message):
@@ -386,6 +422,7 @@ class Counters(google.protobuf.message.Message):
     HOST_TO_DEVICE_BYTES_FIELD_NUMBER: builtins.int
     DEVICE_TO_HOST_BYTES_FIELD_NUMBER: builtins.int
     DEVICE_TO_DEVICE_BYTES_FIELD_NUMBER: builtins.int
+    REFUSED_KEEPS_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     """Lookups answered."""
     lookup_chunks: builtins.int
@@ -414,6 +451,10 @@ class Counters(google.protobuf.message.Message):
     """Likewise, from one device to another: what a Retrieve with also_fill has copied from host memory
     once and passed on. Counted for each reader that it was passed on to.
     """
+    refused_keeps: builtins.int
+    """Chunks that were stored, or were there, but were not kept as their Reserve, Store or Put asked: pins
+    keep as much as they may. One for each of these calls.
+    """
     def __init__(
         self,
         *,
@@ -430,8 +471,9 @@ class Counters(google.protobuf.message.Message):
         host_to_device_bytes: builtins.int = ...,
         device_to_host_bytes: builtins.int = ...,
         device_to_device_bytes: builtins.int = ...,
+        refused_keeps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_parts", b"abandoned_parts", "device_to_device_bytes", b"device_to_device_bytes", "device_to_host_bytes", b"device_to_host_bytes", "evicted_parts", b"evicted_parts", "hit_chunks", b"hit_chunks", "host_to_device_bytes", b"host_to_device_bytes", "lookup_chunks", b"lookup_chunks", "lookups", b"lookups", "no_space", b"no_space", "retrieved_bytes", b"retrieved_bytes", "retrieved_shards", b"retrieved_shards", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_parts", b"abandoned_parts", "device_to_device_bytes", b"device_to_device_bytes", "device_to_host_bytes", b"device_to_host_bytes", "evicted_parts", b"evicted_parts", "hit_chunks", b"hit_chunks", "host_to_device_bytes", b"host_to_device_bytes", "lookup_chunks", b"lookup_chunks", "lookups", b"lookups", "no_space", b"no_space", "refused_keeps", b"refused_keeps", "retrieved_bytes", b"retrieved_bytes", "retrieved_shards", b"retrieved_shards", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards"]) -> None: ...
 
 Global___Counters: typing_extensions.TypeAlias = Counters
 
@@ -584,6 +626,7 @@ class PartStatus(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     LOCKS_FIELD_NUMBER: builtins.int
     VISIBLE_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     """The chunk's key."""
     parent_key: builtins.bytes
@@ -598,6 +641,8 @@ class PartStatus(google.protobuf.message.Message):
     """How many hold it: leases that have a lock on it, whatever their readers, and reads under way."""
     visible: builtins.bool
     """True if Lookup can find it."""
+    pins: builtins.int
+    """How many pins keep it."""
     def __init__(
         self,
         *,
@@ -608,9 +653,10 @@ class PartStatus(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         locks: builtins.int = ...,
         visible: builtins.bool = ...,
+        pins: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "bytes", b"bytes", "group_idx", b"group_idx", "key", b"key", "locks", b"locks", "parent_key", b"parent_key", "sealed_shards", b"sealed_shards", "visible", b"visible"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "bytes", b"bytes", "group_idx", b"group_idx", "key", b"key", "locks", b"locks", "parent_key", b"parent_key", "pins", b"pins", "sealed_shards", b"sealed_shards", "visible", b"visible"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___PartStatus: typing_extensions.TypeAlias = PartStatus
@@ -656,6 +702,192 @@ class ClearResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["parts", b"parts"]) -> None: ...
 
 Global___ClearResponse: typing_extensions.TypeAlias = ClearResponse
+
+@typing.final
+class PinRequest(google.protobuf.message.Message):
+    """See Pin."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """Registered name."""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Keys of a prompt's chunks, from the first on, 32 bytes each. From 1 to 16,384. Of a longer prompt pin
+        the rest with another call. What comes before the first of them is kept, too.
+        """
+
+    @property
+    def keep(self) -> kvdock.v1.types_pb2.Keep:
+        """Name of the pin, and for how long. Absent: "default", until Unpin."""
+
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        keep: kvdock.v1.types_pb2.Keep | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["keep", b"keep"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keep", b"keep", "keys", b"keys", "namespace", b"namespace"]) -> None: ...
+
+Global___PinRequest: typing_extensions.TypeAlias = PinRequest
+
+@typing.final
+class PinResponse(google.protobuf.message.Message):
+    """See Pin."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    KEPT_CHUNKS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """The server's epoch. When it differs from the one known, all pins known so far are gone."""
+    kept_chunks: builtins.int
+    """How many of the chunks, from the first on, are cached, and are kept now."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        kept_chunks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "kept_chunks", b"kept_chunks"]) -> None: ...
+
+Global___PinResponse: typing_extensions.TypeAlias = PinResponse
+
+@typing.final
+class UnpinRequest(google.protobuf.message.Message):
+    """See Unpin."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    pin: builtins.str
+    """The pins of this name."""
+    all: builtins.bool
+    """Every pin. False is refused with INVALID_ARGUMENT."""
+    namespace: builtins.str
+    """Only in this namespace. Empty: in every namespace."""
+    def __init__(
+        self,
+        *,
+        pin: builtins.str = ...,
+        all: builtins.bool = ...,
+        namespace: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["all", b"all", "pin", b"pin", "scope", b"scope"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "namespace", b"namespace", "pin", b"pin", "scope", b"scope"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["scope", b"scope"]) -> typing.Literal["pin", "all"] | None: ...
+
+Global___UnpinRequest: typing_extensions.TypeAlias = UnpinRequest
+
+@typing.final
+class UnpinResponse(google.protobuf.message.Message):
+    """See Unpin."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    pins: builtins.int
+    """Pins that were ended."""
+    parts: builtins.int
+    """Parts that no pin keeps any more."""
+    bytes: builtins.int
+    """Their memory, as in PinTotals."""
+    def __init__(
+        self,
+        *,
+        pins: builtins.int = ...,
+        parts: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "parts", b"parts", "pins", b"pins"]) -> None: ...
+
+Global___UnpinResponse: typing_extensions.TypeAlias = UnpinResponse
+
+@typing.final
+class ListPinsRequest(google.protobuf.message.Message):
+    """See ListPins."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """Only pins of this namespace. Empty: of every namespace."""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+
+Global___ListPinsRequest: typing_extensions.TypeAlias = ListPinsRequest
+
+@typing.final
+class ListPinsResponse(google.protobuf.message.Message):
+    """One pin."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: builtins.int
+    @property
+    def pin(self) -> Global___PinStatus:
+        """What it keeps."""
+
+    def __init__(
+        self,
+        *,
+        pin: Global___PinStatus | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["pin", b"pin"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["pin", b"pin"]) -> None: ...
+
+Global___ListPinsResponse: typing_extensions.TypeAlias = ListPinsResponse
+
+@typing.final
+class PinStatus(google.protobuf.message.Message):
+    """One pin and what it keeps."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    PIN_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    FIRST_END_MS_FIELD_NUMBER: builtins.int
+    LAST_END_MS_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """Its namespace."""
+    pin: builtins.str
+    """Its name."""
+    parts: builtins.int
+    """Parts that it keeps, whether or not other pins keep them, too."""
+    bytes: builtins.int
+    """Their memory, as in PinTotals."""
+    first_end_ms: builtins.int
+    """In how many milliseconds it lets go of the first of them. 0: of none before Unpin."""
+    last_end_ms: builtins.int
+    """In how many milliseconds it lets go of the last of them, and ends. 0: not before Unpin."""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        pin: builtins.str = ...,
+        parts: builtins.int = ...,
+        bytes: builtins.int = ...,
+        first_end_ms: builtins.int = ...,
+        last_end_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "first_end_ms", b"first_end_ms", "last_end_ms", b"last_end_ms", "namespace", b"namespace", "parts", b"parts", "pin", b"pin"]) -> None: ...
+
+Global___PinStatus: typing_extensions.TypeAlias = PinStatus
 
 @typing.final
 class EvictRequest(google.protobuf.message.Message):

@@ -55,6 +55,21 @@ class AdminServiceStub(object):
                 request_serializer=kvdock_dot_v1_dot_admin__pb2.ClearRequest.SerializeToString,
                 response_deserializer=kvdock_dot_v1_dot_admin__pb2.ClearResponse.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvdock.v1.AdminService/Pin',
+                request_serializer=kvdock_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvdock_dot_v1_dot_admin__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/kvdock.v1.AdminService/Unpin',
+                request_serializer=kvdock_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=kvdock_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
+                _registered_method=True)
+        self.ListPins = channel.unary_stream(
+                '/kvdock.v1.AdminService/ListPins',
+                request_serializer=kvdock_dot_v1_dot_admin__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=kvdock_dot_v1_dot_admin__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/kvdock.v1.AdminService/Evict',
                 request_serializer=kvdock_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
@@ -99,7 +114,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Clear makes everything in a namespace invisible at once. The memory is returned behind the
+        """Clear makes everything in a namespace invisible at once, and ends its pins. The memory is returned behind the
         answer: for a million parts that takes some seconds, in which others are served, and whoever
         wants memory gets it from there first. Memory that somebody holds a lock on is returned when
         the lock ends. The namespace stays registered, as long as there is room for it (see
@@ -112,9 +127,40 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Pin keeps what is cached of a prompt, as Keep in types.proto says: all parts that a Lookup of these
+        keys would lock. Reserve, Store and Put keep what they store. A pin of that name gains the parts. On a
+        miss nothing is kept, and kept_chunks is 0.
+
+        RESOURCE_EXHAUSTED (PIN_LIMIT) if pins may not keep all of it, or if there are 4,096 pins. Then no more
+        is kept than before.
+        NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Unpin ends pins. What no other pin keeps may be evicted from then on, by its last use. A pin that
+        does not exist is no error.
+
+        INVALID_ARGUMENT if the request does not say what to unpin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """ListPins streams the pins, in the order in which they were made. A pin that keeps nothing does not
+        exist. There are 4,096 at most, so a stream that broke is begun again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evict(self, request, context):
-        """Evict drops unlocked parts, the least useful first, as if memory were wanted. What was
-        cleared before is freed first, and does not count.
+        """Evict drops parts that nobody locks and no pin keeps, the least useful first, as if memory were wanted.
+        What was cleared before is freed first, and does not count.
 
         INVALID_ARGUMENT if the request does not say how much to evict.
         """
@@ -144,6 +190,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Clear,
                     request_deserializer=kvdock_dot_v1_dot_admin__pb2.ClearRequest.FromString,
                     response_serializer=kvdock_dot_v1_dot_admin__pb2.ClearResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvdock_dot_v1_dot_admin__pb2.PinRequest.FromString,
+                    response_serializer=kvdock_dot_v1_dot_admin__pb2.PinResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=kvdock_dot_v1_dot_admin__pb2.UnpinRequest.FromString,
+                    response_serializer=kvdock_dot_v1_dot_admin__pb2.UnpinResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=kvdock_dot_v1_dot_admin__pb2.ListPinsRequest.FromString,
+                    response_serializer=kvdock_dot_v1_dot_admin__pb2.ListPinsResponse.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
@@ -260,6 +321,87 @@ class AdminService(object):
             '/kvdock.v1.AdminService/Clear',
             kvdock_dot_v1_dot_admin__pb2.ClearRequest.SerializeToString,
             kvdock_dot_v1_dot_admin__pb2.ClearResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdock.v1.AdminService/Pin',
+            kvdock_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
+            kvdock_dot_v1_dot_admin__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdock.v1.AdminService/Unpin',
+            kvdock_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
+            kvdock_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvdock.v1.AdminService/ListPins',
+            kvdock_dot_v1_dot_admin__pb2.ListPinsRequest.SerializeToString,
+            kvdock_dot_v1_dot_admin__pb2.ListPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

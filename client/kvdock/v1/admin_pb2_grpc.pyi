@@ -89,6 +89,54 @@ _AdminServiceClearType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServicePinType = typing_extensions.TypeVar(
+    '_AdminServicePinType',
+    grpc.UnaryUnaryMultiCallable[
+        kvdock.v1.admin_pb2.PinRequest,
+        kvdock.v1.admin_pb2.PinResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvdock.v1.admin_pb2.PinRequest,
+        kvdock.v1.admin_pb2.PinResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvdock.v1.admin_pb2.PinRequest,
+        kvdock.v1.admin_pb2.PinResponse,
+    ],
+)
+
+_AdminServiceUnpinType = typing_extensions.TypeVar(
+    '_AdminServiceUnpinType',
+    grpc.UnaryUnaryMultiCallable[
+        kvdock.v1.admin_pb2.UnpinRequest,
+        kvdock.v1.admin_pb2.UnpinResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvdock.v1.admin_pb2.UnpinRequest,
+        kvdock.v1.admin_pb2.UnpinResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvdock.v1.admin_pb2.UnpinRequest,
+        kvdock.v1.admin_pb2.UnpinResponse,
+    ],
+)
+
+_AdminServiceListPinsType = typing_extensions.TypeVar(
+    '_AdminServiceListPinsType',
+    grpc.UnaryStreamMultiCallable[
+        kvdock.v1.admin_pb2.ListPinsRequest,
+        kvdock.v1.admin_pb2.ListPinsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        kvdock.v1.admin_pb2.ListPinsRequest,
+        kvdock.v1.admin_pb2.ListPinsResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        kvdock.v1.admin_pb2.ListPinsRequest,
+        kvdock.v1.admin_pb2.ListPinsResponse,
+    ],
+)
+
 _AdminServiceEvictType = typing_extensions.TypeVar(
     '_AdminServiceEvictType',
     grpc.UnaryUnaryMultiCallable[
@@ -105,7 +153,7 @@ _AdminServiceEvictType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceListNamespacesType, _AdminServiceListChunksType, _AdminServiceClearType, _AdminServiceEvictType]):
+class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceListNamespacesType, _AdminServiceListChunksType, _AdminServiceClearType, _AdminServicePinType, _AdminServiceUnpinType, _AdminServiceListPinsType, _AdminServiceEvictType]):
     """AdminService shows and prunes what a server holds."""
 
     @typing.overload
@@ -125,6 +173,18 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
         grpc.UnaryUnaryMultiCallable[
             kvdock.v1.admin_pb2.ClearRequest,
             kvdock.v1.admin_pb2.ClearResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvdock.v1.admin_pb2.PinRequest,
+            kvdock.v1.admin_pb2.PinResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvdock.v1.admin_pb2.UnpinRequest,
+            kvdock.v1.admin_pb2.UnpinResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            kvdock.v1.admin_pb2.ListPinsRequest,
+            kvdock.v1.admin_pb2.ListPinsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             kvdock.v1.admin_pb2.EvictRequest,
@@ -149,6 +209,18 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
         grpc.aio.UnaryUnaryMultiCallable[
             kvdock.v1.admin_pb2.ClearRequest,
             kvdock.v1.admin_pb2.ClearResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvdock.v1.admin_pb2.PinRequest,
+            kvdock.v1.admin_pb2.PinResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvdock.v1.admin_pb2.UnpinRequest,
+            kvdock.v1.admin_pb2.UnpinResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            kvdock.v1.admin_pb2.ListPinsRequest,
+            kvdock.v1.admin_pb2.ListPinsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             kvdock.v1.admin_pb2.EvictRequest,
@@ -179,7 +251,7 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
     """
 
     Clear: _AdminServiceClearType
-    """Clear makes everything in a namespace invisible at once. The memory is returned behind the
+    """Clear makes everything in a namespace invisible at once, and ends its pins. The memory is returned behind the
     answer: for a million parts that takes some seconds, in which others are served, and whoever
     wants memory gets it from there first. Memory that somebody holds a lock on is returned when
     the lock ends. The namespace stays registered, as long as there is room for it (see
@@ -189,9 +261,31 @@ class AdminServiceStub(typing.Generic[_AdminServiceStatusType, _AdminServiceList
     NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
     """
 
+    Pin: _AdminServicePinType
+    """Pin keeps what is cached of a prompt, as Keep in types.proto says: all parts that a Lookup of these
+    keys would lock. Reserve, Store and Put keep what they store. A pin of that name gains the parts. On a
+    miss nothing is kept, and kept_chunks is 0.
+
+    RESOURCE_EXHAUSTED (PIN_LIMIT) if pins may not keep all of it, or if there are 4,096 pins. Then no more
+    is kept than before.
+    NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
+    """
+
+    Unpin: _AdminServiceUnpinType
+    """Unpin ends pins. What no other pin keeps may be evicted from then on, by its last use. A pin that
+    does not exist is no error.
+
+    INVALID_ARGUMENT if the request does not say what to unpin.
+    """
+
+    ListPins: _AdminServiceListPinsType
+    """ListPins streams the pins, in the order in which they were made. A pin that keeps nothing does not
+    exist. There are 4,096 at most, so a stream that broke is begun again.
+    """
+
     Evict: _AdminServiceEvictType
-    """Evict drops unlocked parts, the least useful first, as if memory were wanted. What was
-    cleared before is freed first, and does not count.
+    """Evict drops parts that nobody locks and no pin keeps, the least useful first, as if memory were wanted.
+    What was cleared before is freed first, and does not count.
 
     INVALID_ARGUMENT if the request does not say how much to evict.
     """
@@ -212,6 +306,18 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvdock.v1.admin_pb2.ClearRequest,
         kvdock.v1.admin_pb2.ClearResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvdock.v1.admin_pb2.PinRequest,
+        kvdock.v1.admin_pb2.PinResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvdock.v1.admin_pb2.UnpinRequest,
+        kvdock.v1.admin_pb2.UnpinResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        kvdock.v1.admin_pb2.ListPinsRequest,
+        kvdock.v1.admin_pb2.ListPinsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         kvdock.v1.admin_pb2.EvictRequest,
@@ -265,7 +371,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: kvdock.v1.admin_pb2.ClearRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.admin_pb2.ClearResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.ClearResponse]]:
-        """Clear makes everything in a namespace invisible at once. The memory is returned behind the
+        """Clear makes everything in a namespace invisible at once, and ends its pins. The memory is returned behind the
         answer: for a million parts that takes some seconds, in which others are served, and whoever
         wants memory gets it from there first. Memory that somebody holds a lock on is returned when
         the lock ends. The namespace stays registered, as long as there is room for it (see
@@ -276,13 +382,50 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def Pin(
+        self,
+        request: kvdock.v1.admin_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvdock.v1.admin_pb2.PinResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.PinResponse]]:
+        """Pin keeps what is cached of a prompt, as Keep in types.proto says: all parts that a Lookup of these
+        keys would lock. Reserve, Store and Put keep what they store. A pin of that name gains the parts. On a
+        miss nothing is kept, and kept_chunks is 0.
+
+        RESOURCE_EXHAUSTED (PIN_LIMIT) if pins may not keep all of it, or if there are 4,096 pins. Then no more
+        is kept than before.
+        NOT_FOUND (UNKNOWN_NAMESPACE) if the namespace is not registered.
+        """
+
+    @abc.abstractmethod
+    def Unpin(
+        self,
+        request: kvdock.v1.admin_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvdock.v1.admin_pb2.UnpinResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.UnpinResponse]]:
+        """Unpin ends pins. What no other pin keeps may be evicted from then on, by its last use. A pin that
+        does not exist is no error.
+
+        INVALID_ARGUMENT if the request does not say what to unpin.
+        """
+
+    @abc.abstractmethod
+    def ListPins(
+        self,
+        request: kvdock.v1.admin_pb2.ListPinsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[kvdock.v1.admin_pb2.ListPinsResponse], collections.abc.AsyncIterator[kvdock.v1.admin_pb2.ListPinsResponse]]:
+        """ListPins streams the pins, in the order in which they were made. A pin that keeps nothing does not
+        exist. There are 4,096 at most, so a stream that broke is begun again.
+        """
+
+    @abc.abstractmethod
     def Evict(
         self,
         request: kvdock.v1.admin_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvdock.v1.admin_pb2.EvictResponse, collections.abc.Awaitable[kvdock.v1.admin_pb2.EvictResponse]]:
-        """Evict drops unlocked parts, the least useful first, as if memory were wanted. What was
-        cleared before is freed first, and does not count.
+        """Evict drops parts that nobody locks and no pin keeps, the least useful first, as if memory were wanted.
+        What was cleared before is freed first, and does not count.
 
         INVALID_ARGUMENT if the request does not say how much to evict.
         """

@@ -327,6 +327,8 @@ class ReserveRequest(google.protobuf.message.Message):
     EVENT_DATA_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -339,6 +341,8 @@ class ReserveRequest(google.protobuf.message.Message):
     """Token of the worker's session. Empty on a session stream: that stream's session."""
     timeout_ms: builtins.int
     """As in LookupRequest."""
+    priority: kvdock.v1.types_pb2.EvictionPriority.ValueType
+    """Of the chunks' parts of the group. A part that EXISTS gets it only if its own is lower."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -346,6 +350,13 @@ class ReserveRequest(google.protobuf.message.Message):
     @property
     def event_data(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.ChunkEventData]:
         """One for each key, or none."""
+
+    @property
+    def keep(self) -> kvdock.v1.types_pb2.Keep:
+        """Keeps the chunks' parts of the group from eviction: those that are RESERVED, from now on, and those
+        that EXIST. Absent: none. What pins may keep has a limit, and chunks beyond it are stored all the
+        same (see kept_chunks).
+        """
 
     def __init__(
         self,
@@ -357,9 +368,11 @@ class ReserveRequest(google.protobuf.message.Message):
         event_data: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkEventData] | None = ...,
         session_token: builtins.bytes = ...,
         timeout_ms: builtins.int = ...,
+        keep: kvdock.v1.types_pb2.Keep | None = ...,
+        priority: kvdock.v1.types_pb2.EvictionPriority.ValueType = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "keep", b"keep"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keep", b"keep", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "priority", b"priority", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___ReserveRequest: typing_extensions.TypeAlias = ReserveRequest
@@ -373,10 +386,15 @@ class ReserveResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     RESERVATION_ID_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
+    KEPT_CHUNKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     reservation_id: builtins.int
     """For Commit and Abort. Below 2^53. 0 if nothing was reserved."""
+    kept_chunks: builtins.int
+    """How many of the chunks, from the first on, are kept as asked for. Of the others none is. 0 without
+    keep.
+    """
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
         """One for each key: RESERVED, EXISTS, NO_SPACE or PARENT_MISSING."""
@@ -387,8 +405,9 @@ class ReserveResponse(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         reservation_id: builtins.int = ...,
         chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
+        kept_chunks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch", "reservation_id", b"reservation_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch", "kept_chunks", b"kept_chunks", "reservation_id", b"reservation_id"]) -> None: ...
 
 Global___ReserveResponse: typing_extensions.TypeAlias = ReserveResponse
 
@@ -533,6 +552,8 @@ class StoreRequest(google.protobuf.message.Message):
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     DEADLINE_NS_FIELD_NUMBER: builtins.int
     SESSION_TOKEN_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -557,6 +578,8 @@ class StoreRequest(google.protobuf.message.Message):
     """
     session_token: builtins.bytes
     """Token of the worker's session. Empty on a session stream: that stream's session."""
+    priority: kvdock.v1.types_pb2.EvictionPriority.ValueType
+    """As in ReserveRequest."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -571,6 +594,10 @@ class StoreRequest(google.protobuf.message.Message):
     def event_data(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.ChunkEventData]:
         """One for each key, or none."""
 
+    @property
+    def keep(self) -> kvdock.v1.types_pb2.Keep:
+        """As in ReserveRequest."""
+
     def __init__(
         self,
         *,
@@ -584,9 +611,11 @@ class StoreRequest(google.protobuf.message.Message):
         timeout_ms: builtins.int = ...,
         deadline_ns: builtins.int = ...,
         session_token: builtins.bytes = ...,
+        keep: kvdock.v1.types_pb2.Keep | None = ...,
+        priority: kvdock.v1.types_pb2.EvictionPriority.ValueType = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "ready_event", b"ready_event", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "keep", b"keep"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "block_ids", b"block_ids", "deadline_ns", b"deadline_ns", "event_data", b"event_data", "group_idx", b"group_idx", "keep", b"keep", "keys", b"keys", "namespace", b"namespace", "parent_key", b"parent_key", "priority", b"priority", "ready_event", b"ready_event", "session_token", b"session_token", "timeout_ms", b"timeout_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
@@ -599,8 +628,11 @@ class StoreResponse(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
+    KEPT_CHUNKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
+    kept_chunks: builtins.int
+    """As in ReserveResponse. A chunk that FAILED is not kept, though it may be counted here."""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
         """One for each key: STORED, EXISTS, NO_SPACE, PARENT_MISSING or FAILED."""
@@ -610,8 +642,9 @@ class StoreResponse(google.protobuf.message.Message):
         *,
         epoch: builtins.int = ...,
         chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
+        kept_chunks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch", "kept_chunks", b"kept_chunks"]) -> None: ...
 
 Global___StoreResponse: typing_extensions.TypeAlias = StoreResponse
 
@@ -861,6 +894,8 @@ class PutOpen(google.protobuf.message.Message):
     PARENT_KEY_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     EVENT_DATA_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Registered name."""
     group_idx: builtins.int
@@ -871,6 +906,8 @@ class PutOpen(google.protobuf.message.Message):
     """Key of the chunk before the first. Empty, or 32 zero bytes, if the first is the first of a
     prompt.
     """
+    priority: kvdock.v1.types_pb2.EvictionPriority.ValueType
+    """As in ReserveRequest."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of consecutive chunks of one prompt, 32 bytes each. From 1 to 16,384."""
@@ -878,6 +915,10 @@ class PutOpen(google.protobuf.message.Message):
     @property
     def event_data(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvdock.v1.types_pb2.ChunkEventData]:
         """One for each key, or none."""
+
+    @property
+    def keep(self) -> kvdock.v1.types_pb2.Keep:
+        """As in ReserveRequest."""
 
     def __init__(
         self,
@@ -888,9 +929,11 @@ class PutOpen(google.protobuf.message.Message):
         parent_key: builtins.bytes = ...,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         event_data: collections.abc.Iterable[kvdock.v1.types_pb2.ChunkEventData] | None = ...,
+        keep: kvdock.v1.types_pb2.Keep | None = ...,
+        priority: kvdock.v1.types_pb2.EvictionPriority.ValueType = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keys", b"keys", "kv_worker_id", b"kv_worker_id", "namespace", b"namespace", "parent_key", b"parent_key"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "group_idx", b"group_idx", "keep", b"keep"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group_idx", b"_group_idx", "event_data", b"event_data", "group_idx", b"group_idx", "keep", b"keep", "keys", b"keys", "kv_worker_id", b"kv_worker_id", "namespace", b"namespace", "parent_key", b"parent_key", "priority", b"priority"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___PutOpen: typing_extensions.TypeAlias = PutOpen
@@ -956,10 +999,13 @@ class PutAdmission(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     SHARD_BYTES_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
+    KEPT_CHUNKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The server's epoch."""
     shard_bytes: builtins.int
     """Bytes of one shard."""
+    kept_chunks: builtins.int
+    """As in ReserveResponse. A chunk of which not all bytes come is not kept, though it is counted here."""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
         """One for each key: RESERVED (send it), EXISTS, NO_SPACE or PARENT_MISSING, without location."""
@@ -970,8 +1016,9 @@ class PutAdmission(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         shard_bytes: builtins.int = ...,
         chunks: collections.abc.Iterable[Global___ChunkResult] | None = ...,
+        kept_chunks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch", "shard_bytes", b"shard_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "epoch", b"epoch", "kept_chunks", b"kept_chunks", "shard_bytes", b"shard_bytes"]) -> None: ...
 
 Global___PutAdmission: typing_extensions.TypeAlias = PutAdmission
 

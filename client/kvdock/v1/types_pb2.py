@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvdock/v1/types.proto\x12\tkvdock.v1\"\xc9\x01\n\tNamespace\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x06labels\x18\x02 \x03(\x0b\x32 .kvdock.v1.Namespace.LabelsEntry\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12\x15\n\rkv_world_size\x18\x04 \x01(\r\x12 \n\x06groups\x18\x05 \x03(\x0b\x32\x10.kvdock.v1.Group\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9d\x01\n\x05Group\x12\x16\n\tgroup_idx\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvdock.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x03 \x01(\r\x12\x13\n\x0bshard_bytes\x18\x04 \x03(\x04\x12\x1e\n\x16\x61ttention_chunk_tokens\x18\x05 \x01(\rB\x0c\n\n_group_idx\"M\n\x07Segment\x12\x12\n\nsegment_id\x18\x01 \x01(\r\x12\x10\n\x08shm_name\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05proof\x18\n \x01(\x0c\">\n\x08Location\x12\x12\n\nsegment_id\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"\xba\x01\n\x0e\x43hunkEventData\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x11\n\tlora_name\x18\x05 \x01(\t\x12\x13\n\x0bhash_scheme\x18\x06 \x01(\t\x12(\n\nextra_keys\x18\x07 \x03(\x0b\x32\x14.kvdock.v1.ExtraKeys\".\n\tExtraKeys\x12!\n\x04keys\x18\x01 \x03(\x0b\x32\x13.kvdock.v1.ExtraKey\"a\n\x08\x45xtraKey\x12&\n\x05value\x18\x01 \x01(\x0b\x32\x15.kvdock.v1.ExtraValueH\x00\x12&\n\x05tuple\x18\x02 \x01(\x0b\x32\x15.kvdock.v1.ExtraTupleH\x00\x42\x05\n\x03key\"3\n\nExtraTuple\x12%\n\x06values\x18\x01 \x03(\x0b\x32\x15.kvdock.v1.ExtraValue\"F\n\nExtraValue\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06number\x18\x02 \x01(\x12H\x00\x12\r\n\x03raw\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05value\"\xab\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x30\n\x08metadata\x18\x04 \x03(\x0b\x32\x1e.kvdock.v1.Error.MetadataEntry\x12\x10\n\x08retry_ms\x18\x05 \x01(\r\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*{\n\x0cTransferMode\x12\x1d\n\x19TRANSFER_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSFER_MODE_SERVER\x10\x01\x12\x18\n\x14TRANSFER_MODE_SHARED\x10\x02\x12\x18\n\x14TRANSFER_MODE_INLINE\x10\x03*\xad\x01\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x1e\n\x1aGROUP_KIND_RECURRENT_STATE\x10\x03\x12&\n\"GROUP_KIND_CHUNKED_LOCAL_ATTENTION\x10\x04*\xa2\x02\n\x0b\x43hunkStatus\x12\x1c\n\x18\x43HUNK_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43HUNK_STATUS_STORED\x10\x01\x12\x19\n\x15\x43HUNK_STATUS_RESERVED\x10\x02\x12\x17\n\x13\x43HUNK_STATUS_EXISTS\x10\x03\x12\x19\n\x15\x43HUNK_STATUS_NO_SPACE\x10\x04\x12\x1f\n\x1b\x43HUNK_STATUS_PARENT_MISSING\x10\x05\x12\x1a\n\x16\x43HUNK_STATUS_RETRIEVED\x10\x06\x12\x1a\n\x16\x43HUNK_STATUS_NOT_FOUND\x10\x07\x12\x1b\n\x17\x43HUNK_STATUS_NOT_LOCKED\x10\x08\x12\x17\n\x13\x43HUNK_STATUS_FAILED\x10\t*\x84\x06\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\'\n#ERROR_REASON_INVALID_ARGUMENT_VALUE\x10\x01\x12 \n\x1c\x45RROR_REASON_CHUNK_TOO_LARGE\x10\x02\x12\x1d\n\x19\x45RROR_REASON_WRONG_LENGTH\x10\x03\x12\"\n\x1e\x45RROR_REASON_UNKNOWN_NAMESPACE\x10\x04\x12\x1e\n\x1a\x45RROR_REASON_UNKNOWN_LEASE\x10\x05\x12$\n ERROR_REASON_UNKNOWN_RESERVATION\x10\x06\x12 \n\x1c\x45RROR_REASON_UNKNOWN_SESSION\x10\x07\x12\x1e\n\x1a\x45RROR_REASON_FOREIGN_LEASE\x10\x08\x12$\n ERROR_REASON_FOREIGN_RESERVATION\x10\t\x12#\n\x1f\x45RROR_REASON_NAMESPACE_CONFLICT\x10\n\x12 \n\x1c\x45RROR_REASON_SESSION_EXPIRED\x10\x0b\x12!\n\x1d\x45RROR_REASON_SESSION_REQUIRED\x10\x0c\x12\x1b\n\x17\x45RROR_REASON_WRONG_MODE\x10\r\x12\x1e\n\x1a\x45RROR_REASON_DEVICE_MEMORY\x10\x0e\x12\x19\n\x15\x45RROR_REASON_DRAINING\x10\x0f\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x10\x12\x1d\n\x19\x45RROR_REASON_NO_EVENT_LOG\x10\x11\x12$\n ERROR_REASON_TOO_MANY_NAMESPACES\x10\x12\x12\x18\n\x14\x45RROR_REASON_STALLED\x10\x13\x12\x19\n\x15\x45RROR_REASON_TOO_LATE\x10\x14\x12 \n\x1c\x45RROR_REASON_UNKNOWN_REQUEST\x10\x15\x12\"\n\x1e\x45RROR_REASON_MESSAGE_TOO_LARGE\x10\x16\x42\x82\x01\n\x13io.github.kvdock.v1B\nTypesProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvdock/v1/types.proto\x12\tkvdock.v1\"\xc9\x01\n\tNamespace\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x06labels\x18\x02 \x03(\x0b\x32 .kvdock.v1.Namespace.LabelsEntry\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12\x15\n\rkv_world_size\x18\x04 \x01(\r\x12 \n\x06groups\x18\x05 \x03(\x0b\x32\x10.kvdock.v1.Group\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9d\x01\n\x05Group\x12\x16\n\tgroup_idx\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvdock.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x03 \x01(\r\x12\x13\n\x0bshard_bytes\x18\x04 \x03(\x04\x12\x1e\n\x16\x61ttention_chunk_tokens\x18\x05 \x01(\rB\x0c\n\n_group_idx\"#\n\x04Keep\x12\x0b\n\x03pin\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"M\n\x07Segment\x12\x12\n\nsegment_id\x18\x01 \x01(\r\x12\x10\n\x08shm_name\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05proof\x18\n \x01(\x0c\">\n\x08Location\x12\x12\n\nsegment_id\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"\xba\x01\n\x0e\x43hunkEventData\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x11\n\tlora_name\x18\x05 \x01(\t\x12\x13\n\x0bhash_scheme\x18\x06 \x01(\t\x12(\n\nextra_keys\x18\x07 \x03(\x0b\x32\x14.kvdock.v1.ExtraKeys\".\n\tExtraKeys\x12!\n\x04keys\x18\x01 \x03(\x0b\x32\x13.kvdock.v1.ExtraKey\"a\n\x08\x45xtraKey\x12&\n\x05value\x18\x01 \x01(\x0b\x32\x15.kvdock.v1.ExtraValueH\x00\x12&\n\x05tuple\x18\x02 \x01(\x0b\x32\x15.kvdock.v1.ExtraTupleH\x00\x42\x05\n\x03key\"3\n\nExtraTuple\x12%\n\x06values\x18\x01 \x03(\x0b\x32\x15.kvdock.v1.ExtraValue\"F\n\nExtraValue\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06number\x18\x02 \x01(\x12H\x00\x12\r\n\x03raw\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05value\"\xab\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x30\n\x08metadata\x18\x04 \x03(\x0b\x32\x1e.kvdock.v1.Error.MetadataEntry\x12\x10\n\x08retry_ms\x18\x05 \x01(\r\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*{\n\x0cTransferMode\x12\x1d\n\x19TRANSFER_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSFER_MODE_SERVER\x10\x01\x12\x18\n\x14TRANSFER_MODE_SHARED\x10\x02\x12\x18\n\x14TRANSFER_MODE_INLINE\x10\x03*\xad\x01\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x1e\n\x1aGROUP_KIND_RECURRENT_STATE\x10\x03\x12&\n\"GROUP_KIND_CHUNKED_LOCAL_ATTENTION\x10\x04*\xa2\x02\n\x0b\x43hunkStatus\x12\x1c\n\x18\x43HUNK_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43HUNK_STATUS_STORED\x10\x01\x12\x19\n\x15\x43HUNK_STATUS_RESERVED\x10\x02\x12\x17\n\x13\x43HUNK_STATUS_EXISTS\x10\x03\x12\x19\n\x15\x43HUNK_STATUS_NO_SPACE\x10\x04\x12\x1f\n\x1b\x43HUNK_STATUS_PARENT_MISSING\x10\x05\x12\x1a\n\x16\x43HUNK_STATUS_RETRIEVED\x10\x06\x12\x1a\n\x16\x43HUNK_STATUS_NOT_FOUND\x10\x07\x12\x1b\n\x17\x43HUNK_STATUS_NOT_LOCKED\x10\x08\x12\x17\n\x13\x43HUNK_STATUS_FAILED\x10\t*\x8a\x01\n\x10\x45victionPriority\x12!\n\x1d\x45VICTION_PRIORITY_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45VICTION_PRIORITY_LOW\x10\x01\x12\x1c\n\x18\x45VICTION_PRIORITY_NORMAL\x10\x02\x12\x1a\n\x16\x45VICTION_PRIORITY_HIGH\x10\x03*\xa0\x06\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\'\n#ERROR_REASON_INVALID_ARGUMENT_VALUE\x10\x01\x12 \n\x1c\x45RROR_REASON_CHUNK_TOO_LARGE\x10\x02\x12\x1d\n\x19\x45RROR_REASON_WRONG_LENGTH\x10\x03\x12\"\n\x1e\x45RROR_REASON_UNKNOWN_NAMESPACE\x10\x04\x12\x1e\n\x1a\x45RROR_REASON_UNKNOWN_LEASE\x10\x05\x12$\n ERROR_REASON_UNKNOWN_RESERVATION\x10\x06\x12 \n\x1c\x45RROR_REASON_UNKNOWN_SESSION\x10\x07\x12\x1e\n\x1a\x45RROR_REASON_FOREIGN_LEASE\x10\x08\x12$\n ERROR_REASON_FOREIGN_RESERVATION\x10\t\x12#\n\x1f\x45RROR_REASON_NAMESPACE_CONFLICT\x10\n\x12 \n\x1c\x45RROR_REASON_SESSION_EXPIRED\x10\x0b\x12!\n\x1d\x45RROR_REASON_SESSION_REQUIRED\x10\x0c\x12\x1b\n\x17\x45RROR_REASON_WRONG_MODE\x10\r\x12\x1e\n\x1a\x45RROR_REASON_DEVICE_MEMORY\x10\x0e\x12\x19\n\x15\x45RROR_REASON_DRAINING\x10\x0f\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x10\x12\x1d\n\x19\x45RROR_REASON_NO_EVENT_LOG\x10\x11\x12$\n ERROR_REASON_TOO_MANY_NAMESPACES\x10\x12\x12\x18\n\x14\x45RROR_REASON_STALLED\x10\x13\x12\x19\n\x15\x45RROR_REASON_TOO_LATE\x10\x14\x12 \n\x1c\x45RROR_REASON_UNKNOWN_REQUEST\x10\x15\x12\"\n\x1e\x45RROR_REASON_MESSAGE_TOO_LARGE\x10\x16\x12\x1a\n\x16\x45RROR_REASON_PIN_LIMIT\x10\x17\x42\x82\x01\n\x13io.github.kvdock.v1B\nTypesProtoP\x01Z2github.com/kvdock/kvdock/gen/go/kvdock/v1;kvdockv1\xa2\x02\x03KVD\xaa\x02\tKVDock.V1\xca\x02\tKVDock\\V1\xea\x02\nKVDock::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,36 +36,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NAMESPACE_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_TRANSFERMODE']._serialized_start=1178
-  _globals['_TRANSFERMODE']._serialized_end=1301
-  _globals['_GROUPKIND']._serialized_start=1304
-  _globals['_GROUPKIND']._serialized_end=1477
-  _globals['_CHUNKSTATUS']._serialized_start=1480
-  _globals['_CHUNKSTATUS']._serialized_end=1770
-  _globals['_ERRORREASON']._serialized_start=1773
-  _globals['_ERRORREASON']._serialized_end=2545
+  _globals['_TRANSFERMODE']._serialized_start=1215
+  _globals['_TRANSFERMODE']._serialized_end=1338
+  _globals['_GROUPKIND']._serialized_start=1341
+  _globals['_GROUPKIND']._serialized_end=1514
+  _globals['_CHUNKSTATUS']._serialized_start=1517
+  _globals['_CHUNKSTATUS']._serialized_end=1807
+  _globals['_EVICTIONPRIORITY']._serialized_start=1810
+  _globals['_EVICTIONPRIORITY']._serialized_end=1948
+  _globals['_ERRORREASON']._serialized_start=1951
+  _globals['_ERRORREASON']._serialized_end=2751
   _globals['_NAMESPACE']._serialized_start=37
   _globals['_NAMESPACE']._serialized_end=238
   _globals['_NAMESPACE_LABELSENTRY']._serialized_start=193
   _globals['_NAMESPACE_LABELSENTRY']._serialized_end=238
   _globals['_GROUP']._serialized_start=241
   _globals['_GROUP']._serialized_end=398
-  _globals['_SEGMENT']._serialized_start=400
-  _globals['_SEGMENT']._serialized_end=477
-  _globals['_LOCATION']._serialized_start=479
-  _globals['_LOCATION']._serialized_end=541
-  _globals['_CHUNKEVENTDATA']._serialized_start=544
-  _globals['_CHUNKEVENTDATA']._serialized_end=730
-  _globals['_EXTRAKEYS']._serialized_start=732
-  _globals['_EXTRAKEYS']._serialized_end=778
-  _globals['_EXTRAKEY']._serialized_start=780
-  _globals['_EXTRAKEY']._serialized_end=877
-  _globals['_EXTRATUPLE']._serialized_start=879
-  _globals['_EXTRATUPLE']._serialized_end=930
-  _globals['_EXTRAVALUE']._serialized_start=932
-  _globals['_EXTRAVALUE']._serialized_end=1002
-  _globals['_ERROR']._serialized_start=1005
-  _globals['_ERROR']._serialized_end=1176
-  _globals['_ERROR_METADATAENTRY']._serialized_start=1129
-  _globals['_ERROR_METADATAENTRY']._serialized_end=1176
+  _globals['_KEEP']._serialized_start=400
+  _globals['_KEEP']._serialized_end=435
+  _globals['_SEGMENT']._serialized_start=437
+  _globals['_SEGMENT']._serialized_end=514
+  _globals['_LOCATION']._serialized_start=516
+  _globals['_LOCATION']._serialized_end=578
+  _globals['_CHUNKEVENTDATA']._serialized_start=581
+  _globals['_CHUNKEVENTDATA']._serialized_end=767
+  _globals['_EXTRAKEYS']._serialized_start=769
+  _globals['_EXTRAKEYS']._serialized_end=815
+  _globals['_EXTRAKEY']._serialized_start=817
+  _globals['_EXTRAKEY']._serialized_end=914
+  _globals['_EXTRATUPLE']._serialized_start=916
+  _globals['_EXTRATUPLE']._serialized_end=967
+  _globals['_EXTRAVALUE']._serialized_start=969
+  _globals['_EXTRAVALUE']._serialized_end=1039
+  _globals['_ERROR']._serialized_start=1042
+  _globals['_ERROR']._serialized_end=1213
+  _globals['_ERROR_METADATAENTRY']._serialized_start=1166
+  _globals['_ERROR_METADATAENTRY']._serialized_end=1213
 # @@protoc_insertion_point(module_scope)

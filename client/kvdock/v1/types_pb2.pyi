@@ -195,6 +195,43 @@ CHUNK_STATUS_FAILED: ChunkStatus.ValueType  # 9
 """The copy failed, or was given up before its end. Nothing became visible."""
 Global___ChunkStatus: typing_extensions.TypeAlias = ChunkStatus
 
+class _EvictionPriority:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EvictionPriorityEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EvictionPriority.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EVICTION_PRIORITY_UNSPECIFIED: _EvictionPriority.ValueType  # 0
+    """In a request: NORMAL. Never in a response."""
+    EVICTION_PRIORITY_LOW: _EvictionPriority.ValueType  # 1
+    """As if the last use were one filling further back, until a Lookup hits the part: so what was stored and
+    never asked for goes first. A part that was hit counts as NORMAL.
+    """
+    EVICTION_PRIORITY_NORMAL: _EvictionPriority.ValueType  # 2
+    """By the last use."""
+    EVICTION_PRIORITY_HIGH: _EvictionPriority.ValueType  # 3
+    """As if the last use were one filling later."""
+
+class EvictionPriority(_EvictionPriority, metaclass=_EvictionPriorityEnumTypeWrapper):
+    """How soon parts are evicted, beside others that were last used at the same time. Locks and pins hold whatever
+    the priority is.
+
+    A filling is the time in which as many bytes are stored as the pool has. A part that nobody uses is
+    evicted after about one filling, if the pool is full and all are of normal priority.
+    """
+
+EVICTION_PRIORITY_UNSPECIFIED: EvictionPriority.ValueType  # 0
+"""In a request: NORMAL. Never in a response."""
+EVICTION_PRIORITY_LOW: EvictionPriority.ValueType  # 1
+"""As if the last use were one filling further back, until a Lookup hits the part: so what was stored and
+never asked for goes first. A part that was hit counts as NORMAL.
+"""
+EVICTION_PRIORITY_NORMAL: EvictionPriority.ValueType  # 2
+"""By the last use."""
+EVICTION_PRIORITY_HIGH: EvictionPriority.ValueType  # 3
+"""As if the last use were one filling later."""
+Global___EvictionPriority: typing_extensions.TypeAlias = EvictionPriority
+
 class _ErrorReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -281,6 +318,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 22
     """RESOURCE_EXHAUSTED. A message of more than 4 MiB. Split the call. Metadata: limit, in bytes."""
+    ERROR_REASON_PIN_LIMIT: _ErrorReason.ValueType  # 23
+    """RESOURCE_EXHAUSTED. Pins may not keep so much. Unpin something, or start the server with a larger
+    pin_share. Metadata: limit, what pins may keep in bytes; namespace.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed, for programs. Each value's comment begins with the google.rpc.Code that it
@@ -372,6 +413,10 @@ SessionRequest.
 """
 ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 22
 """RESOURCE_EXHAUSTED. A message of more than 4 MiB. Split the call. Metadata: limit, in bytes."""
+ERROR_REASON_PIN_LIMIT: ErrorReason.ValueType  # 23
+"""RESOURCE_EXHAUSTED. Pins may not keep so much. Unpin something, or start the server with a larger
+pin_share. Metadata: limit, what pins may keep in bytes; namespace.
+"""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final
@@ -482,6 +527,38 @@ class Group(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_group_idx", b"_group_idx"]) -> typing.Literal["group_idx"] | None: ...
 
 Global___Group: typing_extensions.TypeAlias = Group
+
+@typing.final
+class Keep(google.protobuf.message.Message):
+    """Asks that parts be kept: that they are not evicted for a time, or until AdminService.Unpin. A pin is a
+    name in one namespace, and the parts that are kept under it, each for its own time. Parts may have
+    several pins.
+
+    A part's prefix is kept with it: the full-attention parts of its chunk and of all chunks before. Pins
+    outlive sessions. They end with their time, with Unpin, with Clear of the namespace, and with the
+    server. Kept parts are found, locked and read as others are.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: builtins.int
+    TTL_MS_FIELD_NUMBER: builtins.int
+    pin: builtins.str
+    """Name of the pin: 1 to 128 printable ASCII characters without space. Empty: "default"."""
+    ttl_ms: builtins.int
+    """For how long, from this call on. 0: until Unpin. At most 2,592,000,000 (30 days). If a pin keeps a
+    part already, the later end counts. The server may let go later, by a 16th of the time and some
+    seconds, never sooner.
+    """
+    def __init__(
+        self,
+        *,
+        pin: builtins.str = ...,
+        ttl_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pin", b"pin", "ttl_ms", b"ttl_ms"]) -> None: ...
+
+Global___Keep: typing_extensions.TypeAlias = Keep
 
 @typing.final
 class Segment(google.protobuf.message.Message):

@@ -6,11 +6,14 @@ import from here only, and nothing of ``index``.
 
 from kvdock_server.core.core import MAX_LOCK_RANGES, MAX_READERS, Core, check_session
 from kvdock_server.core.listing import ListedPart, list_parts
+from kvdock_server.core.pins import pin_name
 from kvdock_server.core.ranges import LeaseRange, LockRange
 from kvdock_server.core.reading import MAX_KEYS, LocatedShard, LockedShards
 from kvdock_server.core.sessions import Mode, Role, Session
 from kvdock_server.core.writing import Writing
+from kvdock_server.index.chunk import Pin
 from kvdock_server.index.index import ReserveStatus, Slot
+from kvdock_server.index.keeping import Keep
 from kvdock_server.index.namespace import (
     MAX_CHUNK_TOKENS,
     MAX_GROUPS,
@@ -20,6 +23,7 @@ from kvdock_server.index.namespace import (
     GroupKind,
     Namespace,
 )
+from kvdock_server.index.terms import Priority
 
 __all__ = [
     "MAX_CHUNK_TOKENS",
@@ -32,6 +36,7 @@ __all__ = [
     "Core",
     "Group",
     "GroupKind",
+    "Keep",
     "LeaseRange",
     "ListedPart",
     "LocatedShard",
@@ -39,6 +44,8 @@ __all__ = [
     "LockedShards",
     "Mode",
     "Namespace",
+    "Pin",
+    "Priority",
     "ReserveStatus",
     "Role",
     "Session",
@@ -46,4 +53,5 @@ __all__ = [
     "Writing",
     "check_session",
     "list_parts",
+    "pin_name",
 ]

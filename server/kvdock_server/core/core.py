@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvdock_server.core.counters import Counters
+from kvdock_server.core.keys import KEY_BYTES, check_keys, check_number, check_sizes
 from kvdock_server.core.leases import Lease, LeaseTable
+from kvdock_server.core.pins import Pins
 from kvdock_server.core.ranges import LeaseRange, LockRange
 from kvdock_server.core.reading import (
-    MAX_KEYS,
     LocatedShard,
     LockedShards,
     locate_in_steps,
@@ -29,12 +30,13 @@ from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.events.log import Limits, Log
 from kvdock_server.events.publisher import Publisher
 from kvdock_server.ids import new_id
-from kvdock_server.index.eviction import EvictionPolicy
+from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvdock_server.index.index import Index, ReserveStatus, Slot
+from kvdock_server.index.keeping import DEFAULT_PIN_SHARE, Keep
+from kvdock_server.index.terms import Priority, Terms
 from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
 
-KEY_BYTES = 32
 # In the recipe of keys this is the parent of a prompt's first chunk. No parent means the same.
 _ROOT = bytes(KEY_BYTES)
 MAX_READERS = 256
@@ -80,11 +82,14 @@ class Core:
         still_mapped: Callable[[Session], bool] = lambda session: False,
         event_log: Limits | None = None,
         policy: EvictionPolicy | None = None,
+        pin_share: float = DEFAULT_PIN_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = new_id()
         self.backlog = Backlog()
-        self.index = Index(slots, self.backlog, policy)
+        self.index = Index(
+            slots, self.backlog, policy or LeastRecentlyUsed(slots.limit_bytes), pin_share
+        )
         self.events: Publisher | None = None
         if event_log is not None:
             self.events = Publisher(self.epoch, Log(event_log), self.backlog)
@@ -94,6 +99,7 @@ class Core:
         self.counters = Counters()
         self.draining = False
         self.clock = clock
+        self.pins = Pins(self.index, clock)
         self.reservations = ReservationTable(self.index, self.seal, still_mapped)
         self._readings = 0
 
@@ -110,7 +116,7 @@ class Core:
         client: str = "",
     ) -> Session:
         """Open a session; RequestError where a field is out of its limits."""
-        self._refuse_when_draining()
+        self.refuse_when_draining()
         return self.sessions.open(
             self.clock(),
             engine_id=engine_id,
@@ -132,13 +138,14 @@ class Core:
         self.backlog.add(self._end(session))
 
     def sweep(self) -> None:
-        """End what is too old: leases, unfinished parts, sessions that were silent.
+        """End what is too old: leases, pins, unfinished parts, sessions that were silent.
 
         Call it about once a second.
         """
         now = self.clock()
         self.backlog.add(self.reservations.free_unmapped())
         self.backlog.add(self.leases.expire(now))
+        self.backlog.add(self.index.keeping.expire(now))
         self.index.give_up_overdue(now)
         if self.events is not None:
             self.events.subscribers.drop_hopeless()
@@ -170,8 +177,8 @@ class Core:
         ``ttl_ms`` is for a lease without session. 0 means DEFAULT_LEASE_TTL_MS.
         """
         if not probe:
-            self._refuse_when_draining()
-        _check_number(keys)
+            self.refuse_when_draining()
+        check_number(keys)
         if readers > MAX_READERS:
             raise invalid(
                 f"readers {readers}: at most {MAX_READERS}, 0 means 1", "readers", MAX_READERS
@@ -189,7 +196,7 @@ class Core:
         space = self.index.space(namespace)
         spans = self.index.find(space, keys)
         # What the index has is a key.
-        _check_sizes(keys, len(spans[0].parts) + spans[0].first if spans else 0)
+        check_sizes(keys, len(spans[0].parts) + spans[0].first if spans else 0)
         groups = space.namespace.groups
         ranges = [
             HitRange(groups[span.position].group_idx, span.first, span.first + len(span.parts))
@@ -284,15 +291,18 @@ class Core:
         parent_key: bytes,
         keys: Sequence[bytes],
         event_data: Sequence[bytes] = (),
+        keep: Keep | None = None,
+        priority: Priority = Priority.NORMAL,
     ) -> Steps[list[ReserveStatus | Slot]]:
-        """Find memory for one shard of consecutive chunks of a prompt.
+        """Find memory for one shard of consecutive chunks of a prompt, keep them as ``keep`` says,
+        and evict them as ``priority`` says.
 
         ``event_data`` is what events are to tell about the chunks: one encoded message for each, or
         none at all. The caller owns the slots, and seals or aborts each of them. Steps that are
         closed before their end abort what they have reserved.
         """
-        self._refuse_when_draining()
-        _check_keys(keys)
+        self.refuse_when_draining()
+        check_keys(keys)
         if len(parent_key) not in (0, KEY_BYTES):
             raise invalid(
                 f"parent_key of {len(parent_key)} bytes: {KEY_BYTES}, or none",
@@ -317,9 +327,18 @@ class Core:
         position = space.namespace.position(group_idx)
         deadline = self.clock() + _SHARDS_MISSING_SECONDS
         home = session.home if session is not None else None
-        outcomes = yield from self.index.reserve(
-            space, position, shard, parent_key, keys, deadline, home
-        )
+        keeper = self.pins.keeper(space, keep)
+        # A plain store raises the priority of what exists.
+        has_terms = keeper is not None or priority is not Priority.NORMAL or space.priorities
+        terms = Terms(space, priority, keeper) if has_terms else None
+        try:
+            outcomes = yield from self.index.reserve(
+                space, position, shard, parent_key, keys, deadline, home, terms
+            )
+        finally:
+            self.pins.end(keeper)
+        if keep is not None and keeper is not None:
+            self.pins.tell(keep, keeper, outcomes)
         if self.events is not None and event_data:
             self.events.describe(outcomes, event_data)
         return outcomes
@@ -371,7 +390,7 @@ class Core:
 
         They stay where they are until the block ends.
         """
-        _check_keys(keys)
+        check_keys(keys)
         space = self.index.space(namespace)
         position = space.namespace.position(group_idx)
         nbytes = space.shard_bytes(position, shard)
@@ -417,7 +436,8 @@ class Core:
         """True if nobody may be copying out of the pool or into it."""
         return not self.index.reserved_bytes and not self._readings and not self.leases.is_copying
 
-    def _refuse_when_draining(self) -> None:
+    def refuse_when_draining(self) -> None:
+        """Raise RequestError (DRAINING) if the server is stopping."""
         if self.draining:
             raise RequestError(
                 Reason.DRAINING, "the server is stopping: go on without it and connect again later"
@@ -449,29 +469,6 @@ class Core:
             and other.role is Role.WORKER
             and (other.engine_id, other.worker_id) == (session.engine_id, session.worker_id)
             for other in self.sessions
-        )
-
-
-def _check_keys(keys: Sequence[bytes]) -> None:
-    """RequestError unless there are 1 to MAX_KEYS keys of 32 bytes."""
-    _check_number(keys)
-    _check_sizes(keys)
-
-
-def _check_number(keys: Sequence[bytes]) -> None:
-    if not 1 <= len(keys) <= MAX_KEYS:
-        raise invalid(f"{len(keys)} keys: from 1 to {MAX_KEYS}", "keys", MAX_KEYS)
-
-
-def _check_sizes(keys: Sequence[bytes], first: int = 0) -> None:
-    """RequestError unless all keys from ``first`` on have 32 bytes."""
-    if not set(map(len, keys[first:])) <= {KEY_BYTES}:
-        index, key = next((i, key) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
-        raise invalid(
-            f"key {index} has {len(key)} bytes: each has {KEY_BYTES} (see docs/keys.md for the "
-            "recipe)",
-            "keys",
-            KEY_BYTES,
         )
 
 

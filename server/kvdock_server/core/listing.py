@@ -13,7 +13,8 @@ from kvdock_server.index.chunk import NO_SLOT, NamespaceIndex, Part, all_chunks
 class ListedPart:
     """One part as it is now.
 
-    ``parent_key`` is empty for a prompt's first chunk. ``nbytes`` counts sealed shards.
+    ``parent_key`` is empty for a prompt's first chunk. ``nbytes`` counts sealed shards, and
+    ``pins`` the pins that keep it.
     """
 
     key: bytes
@@ -23,6 +24,7 @@ class ListedPart:
     nbytes: int
     locks: int
     visible: bool
+    pins: int
 
 
 def list_parts(
@@ -55,4 +57,5 @@ def _listed(space: NamespaceIndex, part: Part) -> ListedPart:
         nbytes=sum(size for size, offset in sizes if offset != NO_SLOT),
         locks=part.pins,
         visible=part.visible,
+        pins=len(space.kept.get(part, ())),
     )

@@ -1,4 +1,4 @@
-"""Chunks, their parts, and the namespaces that hold them.
+"""Chunks, their parts, the namespaces that hold them, and the pins that keep them.
 
 Chunks and parts are plain records, kept small because a server holds a million of them.
 """
@@ -48,10 +48,11 @@ class Chunk:
 
     @property
     def in_use(self) -> bool:
-        """True if somebody reads or writes one of its parts."""
+        """True if somebody reads or writes one of its parts, or a pin keeps one."""
+        kept = self.space.kept
         # No any(), which would take three times as long: eviction asks several times for each part.
-        for part in self.parts:  # noqa: SIM110
-            if part is not None and (part.pins or part.writing):
+        for part in self.parts:
+            if part is not None and (part.pins or part.writing or (kept and part in kept)):
                 return True
         return False
 
@@ -146,11 +147,24 @@ class Part:
 
     @property
     def is_evictable(self) -> bool:
-        """True if nobody uses the part, and no known chunk needs it as its prefix."""
+        """True if nobody uses or keeps the part, and no known chunk needs it as its prefix."""
         chunk = self.chunk
-        if not self.visible or self.pins or chunk.space.is_cleared:
+        space = chunk.space
+        if not self.visible or self.pins or space.is_cleared or (space.kept and self in space.kept):
             return False
         return (chunk.first_child is None and not chunk.in_use) or not self.is_full_attention
+
+    @property
+    def priority(self) -> int:
+        """How many fillings of the pool later than at ``last_used`` it counts as used: -1, 0 or 1.
+
+        Low priority (-1) ends when a lookup hits the part.
+        """
+        priorities = self.chunk.space.priorities
+        if not priorities:
+            return 0
+        priority = priorities.get(self, 0)
+        return 0 if priority < 0 and self.used_again else priority
 
     def lacks(self, shard: int) -> bool:
         """True if the shard is neither sealed nor being written."""
@@ -185,6 +199,9 @@ class NamespaceIndex:
 
     ``first_child`` begins the linked list of the chunks that extend no other. If ``is_cleared``,
     another NamespaceIndex has taken the place of this one, and the chunks here are being removed.
+
+    ``kept`` has the pins of each part that is not evicted because of them. Few parts are kept, so
+    no part has room for it.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -195,6 +212,9 @@ class NamespaceIndex:
         self.is_cleared = False
         # A lookup walks these, by group: nothing else about a chunk is looked at but its part.
         self.visible: list[dict[bytes, Part]] = [{} for _ in namespace.groups]
+        self.kept: dict[Part, tuple[Pin, ...]] = {}
+        self.kept_bytes = 0
+        self.priorities: dict[Part, int] = {}  # of those that are not 0
         self.usage = Usage()
 
     @property
@@ -233,6 +253,39 @@ class NamespaceIndex:
                 "shard_bytes",
             )
         return size
+
+
+@dataclass(eq=False)
+class Pin:
+    """The parts that are kept under one name in one namespace.
+
+    ``until`` has for each part when it is let go, ``due`` the parts by this time. ``nbytes`` are at
+    the size of slots. ``is_released``: the pin is over. ``calls`` counts the calls that go on to
+    use the pin. ``only`` is this pin in a tuple, for the parts that no other pin keeps.
+    """
+
+    space: NamespaceIndex
+    name: str
+    until: dict[Part, float] = field(default_factory=dict)
+    due: dict[float, dict[Part, None]] = field(default_factory=dict)
+    nbytes: int = 0
+    is_released: bool = False
+    calls: int = 0
+    only: tuple[Pin, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.only = (self,)
+
+    def add(self, part: Part, until: float) -> None:
+        self.until[part] = until
+        self.due.setdefault(until, {})[part] = None
+
+    def remove(self, part: Part) -> None:
+        until = self.until.pop(part)
+        bucket = self.due[until]
+        del bucket[part]
+        if not bucket:
+            del self.due[until]
 
 
 def all_chunks(space: NamespaceIndex) -> Generator[Chunk, None, None]:

@@ -18,13 +18,22 @@ from kvdock_server.index.chunk import Part
 class EvictionPolicy(ABC):
     """Ranks the parts of a pool, whatever their sizes: the lowest rank is evicted first."""
 
+    def __init__(self, pool_bytes: int) -> None:
+        self._pool_bytes = pool_bytes
+
     @abstractmethod
     def rank(self, part: Part) -> int:
-        """Never below ``part.last_used``, and no lower after a use than before."""
+        """No lower after a use than before."""
 
     @abstractmethod
     def latest_rank(self, use: int) -> int:
-        """The highest rank of a part that was last used at ``use``, as in ``Part.last_used``."""
+        """The highest rank of a part of normal priority that was last used at ``use``, which is
+        counted as ``Part.last_used`` is.
+        """
+
+    def highest_rank(self, use: int) -> int:
+        """The same of a part of any priority."""
+        return self.latest_rank(use) + self._pool_bytes
 
     @abstractmethod
     def added(self, part: Part) -> None:
@@ -36,10 +45,13 @@ class EvictionPolicy(ABC):
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """The part whose last use lies furthest back goes first."""
+    """The part whose last use lies furthest back goes first, ``Part.priority`` considered."""
 
     def rank(self, part: Part) -> int:
-        return part.last_used
+        # Mostly no part has another priority.
+        if not part.chunk.space.priorities:
+            return part.last_used
+        return part.last_used + part.priority * self._pool_bytes
 
     def latest_rank(self, use: int) -> int:
         return use

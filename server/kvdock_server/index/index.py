@@ -20,10 +20,12 @@ from typing import NamedTuple, Protocol
 
 from kvdock_server.errors import Reason, RequestError
 from kvdock_server.index.chunk import NO_SLOT, Chunk, NamespaceIndex, Part
-from kvdock_server.index.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvdock_server.index.eviction import EvictionPolicy
 from kvdock_server.index.hits import longest_hit
+from kvdock_server.index.keeping import DEFAULT_PIN_SHARE, Keeping
 from kvdock_server.index.namespace import GroupKind, Namespace
 from kvdock_server.index.reclaim import Reclaimer
+from kvdock_server.index.terms import Terms
 from kvdock_server.steps import Backlog, Steps
 from kvdock_server.tiers.host.slots import SlotAllocator
 
@@ -78,6 +80,7 @@ class Totals:
     evicted_parts: int = 0
     abandoned_parts: int = 0
     no_space: int = 0
+    refused_keeps: int = 0
 
 
 _MAX_NAMESPACES = 4_096
@@ -87,14 +90,15 @@ _OVERDUE_AT_ONCE = 10_000
 class Index:
     """All namespaces of a server, over one allocator of memory.
 
-    ``policy`` says what is evicted first; None: what was unused for the longest time.
+    ``pin_share`` is the share of the pool that pins may keep.
     """
 
     def __init__(
         self,
         slots: SlotAllocator,
         backlog: Backlog,
-        policy: EvictionPolicy | None = None,
+        policy: EvictionPolicy,
+        pin_share: float = DEFAULT_PIN_SHARE,
     ) -> None:
         self.totals = Totals()
         self.watchers: list[Watcher] = []
@@ -103,7 +107,8 @@ class Index:
         self.pinned_parts = 0
         self._slots = slots
         self._backlog = backlog
-        self._reclaimer = Reclaimer(slots, backlog, self._evict, policy or LeastRecentlyUsed())
+        self._reclaimer = Reclaimer(slots, backlog, self._evict, policy)
+        self.keeping = Keeping(slots, self._reclaimer.offer, int(pin_share * slots.limit_bytes))
         self._spaces: dict[str, NamespaceIndex] = {}
         self._pending: dict[Part, float] = {}
         self._use = 0  # counts uses and the bytes that were reserved; see Part.last_used
@@ -205,12 +210,13 @@ class Index:
         keys: Sequence[bytes],
         deadline: float,
         home: int | None = None,
+        terms: Terms | None = None,
     ) -> Steps[list[ReserveStatus | Slot]]:
         """Find memory for one shard of each of some consecutive chunks; a Slot where it is found.
 
         A part that still misses shards at ``deadline`` is given up. Slots are preferred that lie on
-        the socket ``home``. Raises RequestError (CHUNK_TOO_LARGE) if the pool could never hold such
-        a shard.
+        the socket ``home``. ``terms`` are for the parts, also those that exist. Raises RequestError
+        (CHUNK_TOO_LARGE) if the pool could never hold such a shard.
         """
         size = space.shard_bytes(position, shard)
         if not self._slots.fits(size):
@@ -228,7 +234,7 @@ class Index:
         ):
             return [ReserveStatus.PARENT_MISSING] * len(keys)
         return (
-            yield from self._reserve(space, position, shard, size, parent, keys, deadline, home)
+            yield from self._reserve(space, position, shard, parent, keys, deadline, home, terms)
         )
 
     def _reserve(
@@ -236,21 +242,24 @@ class Index:
         space: NamespaceIndex,
         position: int,
         shard: int,
-        size: int,
         parent: Chunk | None,
         keys: Sequence[bytes],
         deadline: float,
         home: int | None,
+        terms: Terms | None,
     ) -> Steps[list[ReserveStatus | Slot]]:
         """``reserve``, after its arguments were checked."""
         self._use += 1
         use = self._use
+        size = space.shard_bytes(position, shard)
         slot_bytes = self._slots.slot_bytes(size)
         statuses: list[ReserveStatus] = []
         parts: list[Part] = []
         offsets: list[int] = []
         slots: list[Slot] = []
         rest = ReserveStatus.NO_SPACE
+        if terms is not None:
+            yield from terms.begin(parent)
         try:
             for key in keys:
                 # Another call may have cleared or evicted what was there before the last yield.
@@ -265,6 +274,8 @@ class Index:
                 if part is not None and not part.lacks(shard):
                     part.last_used = use
                     statuses.append(ReserveStatus.EXISTS)
+                    if terms is not None:
+                        terms.apply(part)
                     yield
                     continue
                 if part is None:
@@ -284,6 +295,8 @@ class Index:
                 if not part.is_gone:
                     self._pending.pop(part, None)  # keeps the dict in the order of deadlines
                     self._pending[part] = deadline
+                    if terms is not None:
+                        terms.apply(part)
                 yield
             # Prompts are evicted from their ends, so memory comes in descending order. Ascending
             # slots are copied together.
@@ -393,6 +406,7 @@ class Index:
         visible = 0
         for space in spaces:
             visible += space.visible_parts
+            self.keeping.clear(space)
             for watcher in self.watchers:
                 watcher.cleared(space)
             self._spaces[space.namespace.name] = space.clear()
@@ -456,6 +470,7 @@ class Index:
             part.visible = False
             del part.chunk.space.visible[part.position][part.chunk.key]
         self._pending.pop(part, None)
+        self.keeping.forget(part)
         self._reclaimer.discard(part)
         for watcher in self.watchers:
             watcher.removed(part)

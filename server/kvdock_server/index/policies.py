@@ -10,6 +10,6 @@ from kvdock_server.index.remembered import LruWithMemory
 
 POLICIES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
     "lru-with-memory": LruWithMemory,
-    "lru": lambda pool_bytes: LeastRecentlyUsed(),
+    "lru": LeastRecentlyUsed,
 }
 """By name, for a pool of some bytes."""

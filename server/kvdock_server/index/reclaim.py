@@ -102,10 +102,10 @@ class Reclaimer:
             if self._backlog.step():
                 yield
                 continue
-            now = self._policy.latest_rank(use)
             oldest = yield from self._first_of(self._queues_with(slot_bytes))
             if oldest is None:
-                return (yield from self._take_from_others(slot_bytes, now))
+                return (yield from self._take_from_others(slot_bytes, use))
+            now = self._policy.latest_rank(use)
             offset = yield from self._take_from_older(oldest, slot_bytes, now)
             if offset is not None:
                 return offset
@@ -138,23 +138,24 @@ class Reclaimer:
         if offset is None:
             offset = self._slots.allocate_anywhere(slot_bytes)
         if offset is None:
-            twice_as_old = rank - (now - rank)
+            twice_as_old = rank - max(0, now - rank)
             offset = yield from self._windows.empty_gap(slot_bytes, twice_as_old, now)
         if offset is None:
             offset = yield from self._windows.rebuild_around(oldest, slot_bytes, now)
         return offset
 
-    def _take_from_others(self, slot_bytes: int, now: int) -> Steps[int | None]:
+    def _take_from_others(self, slot_bytes: int, use: int) -> Steps[int | None]:
         """A slot where no part of the wanted size may be evicted."""
+        now, end = self._policy.latest_rank(use), self._policy.highest_rank(use)
         first = yield from self._first_of(list(self._queues.values()))
         half_time = (self._policy.rank(first) + now) // 2 if first is not None else 0
-        offset = yield from self._windows.empty_window(slot_bytes, half_time, now)
+        offset = yield from self._windows.empty_window(slot_bytes, half_time, end)
         if offset is None:
             offset = self._slots.allocate_anywhere(slot_bytes)
         if offset is None:
-            offset = yield from self._windows.empty_window(slot_bytes, now, now, at_any_cost=True)
+            offset = yield from self._windows.empty_window(slot_bytes, end, end, at_any_cost=True)
         if offset is None:
-            offset = yield from self._windows.empty_gap(slot_bytes, now, now, at_any_cost=True)
+            offset = yield from self._windows.empty_gap(slot_bytes, end, end, at_any_cost=True)
         return offset
 
     # The order of parts

@@ -54,14 +54,17 @@ class LruWithMemory(EvictionPolicy):
     """
 
     def __init__(self, pool_bytes: int) -> None:
+        super().__init__(pool_bytes)
         cells = 1 << ((pool_bytes - 1) // _BYTES_A_CELL).bit_length()
         self._evicted = EvictedParts(max(cells, _FEWEST_CELLS))
-        self._pool_bytes = pool_bytes
         self._share = 0.0  # of the last pool_bytes or so that were evicted: had been evicted before
         self._head_start = 0  # bytes stored, as Part.last_used
 
     def rank(self, part: Part) -> int:
-        return part.last_used + self._head_start if part.used_again else part.last_used
+        head_start = self._head_start if part.used_again else 0
+        if not part.chunk.space.priorities:
+            return part.last_used + head_start
+        return part.last_used + head_start + part.priority * self._pool_bytes
 
     def latest_rank(self, use: int) -> int:
         return use + self._head_start

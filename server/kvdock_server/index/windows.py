@@ -98,7 +98,7 @@ class Windows:
     ) -> Steps[int | None]:
         """A slot in a window of other sizes, in which all has a lower rank than ``before``.
 
-        None if there is no such window. ``now`` is the highest rank that a part may have.
+        None if there is no such window. ``now``, at least ``before``, is the rank of what is used.
         """
         kind = _Kind(slot_bytes, self._slots.window_slabs(slot_bytes), are_windows=True)
         return (yield from self._empty_one(kind, before, now, at_any_cost))

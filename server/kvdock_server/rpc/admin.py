@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import AsyncIterator, Iterator
 from itertools import islice
@@ -12,7 +13,7 @@ from kvdock.v1 import admin_pb2 as pb
 from kvdock.v1 import admin_pb2_grpc, session_pb2
 from kvdock.v1 import types_pb2 as types
 from kvdock_server import __version__
-from kvdock_server.core import Core, ListedPart, Session, list_parts
+from kvdock_server.core import Core, ListedPart, Pin, Session, list_parts, pin_name
 from kvdock_server.errors import invalid
 from kvdock_server.rpc.conversions import namespace_to_proto
 from kvdock_server.rpc.features import features
@@ -42,6 +43,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802
         core, segment = self._core, self._pool.segment
         gpu = self._transfers.stats()
+        keeping = core.index.keeping
         return pb.StatusResponse(
             epoch=core.epoch,
             version=__version__,
@@ -75,6 +77,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             counters=pb.Counters(**vars(core.counters), **vars(core.index.totals)),
             chunk_tokens=self._chunk_tokens,
             segments=[types.Segment(shm_name=segment.shm_name, bytes=segment.nbytes)],
+            pins=pb.PinTotals(
+                pins=len(keeping.pins),
+                parts=keeping.parts,
+                bytes=keeping.nbytes,
+                limit_bytes=keeping.limit_bytes,
+            ),
             draining=core.draining,
             features=features(core),
         )
@@ -130,6 +138,33 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         raise invalid("the request does not say what to clear: set namespace, or all to true")
 
     @unary
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
+        keep = self._core.pins.wish(request.keep.pin, request.keep.ttl_ms)
+        self._core.refuse_when_draining()
+        await in_turns(self._core.pins.pin_in_steps(request.namespace, request.keys, keep))
+        return pb.PinResponse(epoch=self._core.epoch, kept_chunks=keep.kept)
+
+    @unary
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:  # noqa: N802
+        namespace = request.namespace or None
+        if request.WhichOneof("scope") == "pin":
+            pins = self._core.pins.named(namespace, pin_name(request.pin))
+        elif request.all:
+            pins = self._core.pins.named(namespace)
+        else:
+            raise invalid("the request does not say what to unpin: set pin, or all to true")
+        parts, nbytes = await in_turns(self._core.pins.unpin_in_steps(pins))
+        return pb.UnpinResponse(pins=len(pins), parts=parts, bytes=nbytes)
+
+    @streaming
+    async def ListPins(  # noqa: N802
+        self, request: pb.ListPinsRequest, context: Context
+    ) -> AsyncIterator[pb.ListPinsResponse]:
+        for pin in self._core.pins.named(request.namespace or None):
+            if pin.until:
+                yield pb.ListPinsResponse(pin=_pin_status(pin, self._core.clock()))
+
+    @unary
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
         if request.WhichOneof("amount") == "bytes":
             evicting = self._core.evict_in_steps(request.bytes)
@@ -178,4 +213,21 @@ def _part_status(part: ListedPart) -> pb.PartStatus:
         bytes=part.nbytes,
         locks=part.locks,
         visible=part.visible,
+        pins=part.pins,
     )
+
+
+def _pin_status(pin: Pin, now: float) -> pb.PinStatus:
+    ends = [_end_ms(end, now) for end in (min(pin.due), max(pin.due))]
+    return pb.PinStatus(
+        namespace=pin.space.namespace.name,
+        pin=pin.name,
+        parts=len(pin.until),
+        bytes=pin.nbytes,
+        first_end_ms=ends[0],
+        last_end_ms=ends[1],
+    )
+
+
+def _end_ms(end: float, now: float) -> int:
+    return 0 if math.isinf(end) else max(1, round((end - now) * 1000))

@@ -15,7 +15,14 @@ from kvdock_server.core import Session
 from kvdock_server.encoding import tag, varint
 from kvdock_server.errors import invalid
 from kvdock_server.rpc import limits, verbs
-from kvdock_server.rpc.conversions import add_results, event_data, group_idx, status_to_proto
+from kvdock_server.rpc.conversions import (
+    add_results,
+    event_data,
+    group_idx,
+    priority,
+    status_to_proto,
+    wish,
+)
 from kvdock_server.rpc.grpc_errors import STALL_SECONDS, Context, stalled, streaming, unary
 from kvdock_server.service import inline
 from kvdock_server.service.chunk_status import ChunkStatus
@@ -72,6 +79,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise invalid("the first message of a Put must be open")
         opened = request.open
         limits.check(opened)
+        keep = wish(self._core, opened)
         async with inline.put(
             self._core,
             self._service.pool,
@@ -81,13 +89,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             opened.parent_key,
             opened.keys,
             event_data(self._core, opened),
+            keep,
+            priority(opened),
         ) as put:
-            yield pb.PutResponse(
-                admission=add_results(
-                    pb.PutAdmission(epoch=self._core.epoch, shard_bytes=put.shard_bytes),
-                    put.statuses,
-                )
+            admission = pb.PutAdmission(
+                epoch=self._core.epoch,
+                shard_bytes=put.shard_bytes,
+                kept_chunks=keep.kept if keep else 0,
             )
+            yield pb.PutResponse(admission=add_results(admission, put.statuses))
             for chunk, status in enumerate(put.statuses):
                 if status is not ChunkStatus.RESERVED:
                     yield _put_result(chunk, status)

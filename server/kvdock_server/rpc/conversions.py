@@ -15,10 +15,12 @@ from kvdock_server.core import (
     Core,
     Group,
     GroupKind,
+    Keep,
     LeaseRange,
     LocatedShard,
     Mode,
     Namespace,
+    Priority,
     Slot,
 )
 from kvdock_server.encoding import tag, varint
@@ -104,6 +106,24 @@ def add_result(
         where.offset, where.length = shard.offset, shard.nbytes
 
 
+_PRIORITIES = {
+    types.EVICTION_PRIORITY_LOW: Priority.LOW,
+    types.EVICTION_PRIORITY_HIGH: Priority.HIGH,
+}
+
+
+def priority(request: Any) -> Priority:
+    """How soon what the request stores is to be evicted. Its value was checked (limits.py)."""
+    return _PRIORITIES.get(request.priority, Priority.NORMAL)
+
+
+def wish(core: Core, request: Any) -> Keep | None:
+    """The request's wish to keep what it names, None if it has none."""
+    return (
+        core.pins.wish(request.keep.pin, request.keep.ttl_ms) if request.HasField("keep") else None
+    )
+
+
 def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
     return StoreCall(
         request.namespace,
@@ -117,6 +137,8 @@ def store_call(core: Core, request: pb.StoreRequest) -> StoreCall:
             deadline_ns=request.deadline_ns,
         ),
         event_data(core, request),
+        wish(core, request),
+        priority(request),
     )
 
 

@@ -59,6 +59,7 @@ MOST: dict[str, Limit] = {
     "Namespace.groups": Limit(1, MAX_GROUPS),
     "Namespace.labels": Limit(0, MAX_LABELS),
     "OpenRequest.features": Limit(0, MOST_FEATURES),
+    "PinRequest.keys": _KEYS,
     "PutOpen.event_data": _EVENT_DATA,
     "PutOpen.keys": _KEYS,
     "RegisterMemoryRequest.allocations": Limit(0, MAX_ALLOCATIONS),
@@ -79,6 +80,7 @@ _NEXT_WITH_PARENT = "; send the rest in another call, with the last key of this 
 _KEYS_HINTS = {
     "GetRequest.keys": "; send the rest in another call",
     "LookupRequest.keys": "; if all of these are a hit, look up the next in another call",
+    "PinRequest.keys": "; pin the rest in another call",
     "PutOpen.keys": _NEXT_WITH_PARENT,
     "ReserveRequest.keys": _NEXT_WITH_PARENT,
     "StoreRequest.keys": _NEXT_WITH_PARENT,

@@ -23,10 +23,12 @@ from kvdock_server.rpc.conversions import (
     exported_memory,
     group_idx,
     namespace_from_proto,
+    priority,
     retrieve_call,
     retrieved,
     store_call,
     wanted_mode,
+    wish,
 )
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.retrieve import retrieve as retrieve_chunks
@@ -91,6 +93,7 @@ def reserve(
     core: Core, session: Session | None, request: pb.ReserveRequest
 ) -> Steps[pb.ReserveResponse]:
     session = check_session(session, Mode.SHARED)
+    keep = wish(core, request)
     outcomes = yield from core.reserve_in_steps(
         session,
         request.namespace,
@@ -99,8 +102,10 @@ def reserve(
         request.parent_key,
         request.keys,
         event_data(core, request),
+        keep,
+        priority(request),
     )
-    response = pb.ReserveResponse(epoch=core.epoch)
+    response = pb.ReserveResponse(epoch=core.epoch, kept_chunks=keep.kept if keep else 0)
     with core.writing(outcomes) as writing:
         for outcome in outcomes:
             if isinstance(outcome, Slot):
@@ -148,10 +153,10 @@ async def register_memory(
 async def store(
     service: Service, session: Session | None, request: pb.StoreRequest
 ) -> pb.StoreResponse:
-    became = await store_chunks(
-        service.core, service.memory, session, store_call(service.core, request)
-    )
-    return add_results(pb.StoreResponse(epoch=service.core.epoch), became)
+    call = store_call(service.core, request)
+    became = await store_chunks(service.core, service.memory, session, call)
+    kept = call.keep.kept if call.keep else 0
+    return add_results(pb.StoreResponse(epoch=service.core.epoch, kept_chunks=kept), became)
 
 
 async def retrieve(

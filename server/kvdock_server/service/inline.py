@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
-from kvdock_server.core import Core, LocatedShard, ReserveStatus, Slot, Writing
+from kvdock_server.core import Core, Keep, LocatedShard, Priority, ReserveStatus, Slot, Writing
 from kvdock_server.errors import Reason, RequestError, invalid
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.turns import in_turns
@@ -79,10 +79,14 @@ async def put(
     parent_key: bytes,
     keys: Sequence[bytes],
     event_data: Sequence[bytes],
+    keep: Keep | None = None,
+    priority: Priority = Priority.NORMAL,
 ) -> AsyncIterator[Put]:
     """Take one shard of chunks of a prompt; the arguments are as in ``Core.reserve_in_steps``."""
     outcomes = await in_turns(
-        core.reserve_in_steps(None, namespace, group_idx, shard, parent_key, keys, event_data)
+        core.reserve_in_steps(
+            None, namespace, group_idx, shard, parent_key, keys, event_data, keep, priority
+        )
     )
     with core.writing(outcomes) as writing:
         yield Put(outcomes, writing, pool, core.shard_bytes(namespace, group_idx, shard))

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvdock_server.core import Core, Mode, Session, Slot, check_session
+from kvdock_server.core import Core, Keep, Mode, Priority, Session, Slot, check_session
 from kvdock_server.service.block_copy import BlockCopy
 from kvdock_server.service.chunk_status import OF_RESERVE, ChunkStatus
 from kvdock_server.service.memory import RegisteredMemory
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """What a Store asks for. ``event_data``: see ``Core.reserve_in_steps``."""
+    """What a Store asks for. The last three: see ``Core.reserve_in_steps``."""
 
     namespace: str
     group_idx: int | None
@@ -29,6 +29,8 @@ class StoreCall:
     keys: Sequence[bytes]
     copy: BlockCopy
     event_data: Sequence[bytes] = ()
+    keep: Keep | None = None
+    priority: Priority = Priority.NORMAL
 
 
 async def store(
@@ -48,6 +50,8 @@ async def store(
             call.parent_key,
             call.keys,
             call.event_data,
+            call.keep,
+            call.priority,
         )
     )
     statuses = [

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kvdock.keys import Extra, KeyChain, LoRA
 from kvdock_vllm.engine.request_lookup import Lookup, State
+from kvdock_vllm.engine.say import NOTHING_SAID, Say
 
 
 class Request(Protocol):
@@ -74,6 +75,7 @@ class Record:
     stored_epoch: int = 0
     """Epoch of the server for which ``stored_chunks`` holds."""
     retry_at: float = 0.0
+    say: Say = NOTHING_SAID
     jobs: set[int] = field(default_factory=set)
     """job_ids of stores under way that read the request's blocks."""
     admitted: bool = False
@@ -115,7 +117,7 @@ class Record:
         lookup, self.lookup = self.lookup, None
         if lookup is not None and lookup.state is State.ANSWERED:
             # The scheduler may ask many times, so this assigns and does not add.
-            self.stored_chunks = lookup.hit_chunks
+            self.stored_chunks = 0 if self.say.names_what_is_there else lookup.hit_chunks
             self.stored_epoch = lookup.target.epoch
         return lookup
 

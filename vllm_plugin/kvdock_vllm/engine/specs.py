@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdock.types import ChunkEventData
+from kvdock.types import ChunkEventData, EvictionPriority, Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,9 @@ class GroupStore:
     """Blocks of all parts, chunk by chunk."""
     event_data: tuple[ChunkEventData, ...] = ()
     """What events tell of each chunk; empty if the server keeps no events."""
+    keep: Keep | None = None
+    """How the request wants the chunks to be kept from eviction, if it does."""
+    priority: EvictionPriority = EvictionPriority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)

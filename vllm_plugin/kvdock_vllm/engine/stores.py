@@ -177,6 +177,8 @@ class Stores:
             )
             if target.event_log
             else (),
+            keep=record.say.keep,
+            priority=record.say.priority,
         )
 
     def _of_windows(

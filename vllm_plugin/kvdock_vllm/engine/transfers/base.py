@@ -7,8 +7,9 @@ nothing touches the blocks, because the engine gives them to others, with one ex
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from kvdock.errors import DeadlineExceeded, KVDockError
 from kvdock.types import ChunkStatus, TransferMode
 from kvdock_vllm.engine.copier import Stop
 from kvdock_vllm.engine.specs import GroupLoad, GroupStore, Target
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 GroupSpec = TypeVar("GroupSpec", GroupLoad, GroupStore)
@@ -124,3 +127,26 @@ def answer(future: Future[T], verb: str, seconds: float) -> T:
         if not future.cancel():
             return future.result()
         raise DeadlineExceeded(f"the server did not answer {verb} within {seconds:g} s") from None
+
+
+def warn_of_limit(group: GroupStore, statuses: Sequence[ChunkStatus], kept_chunks: int) -> None:
+    """Warns if the server has chunks that it does not keep as the request wants. Only the first
+    time, since the server counts them (kvdock_refused_keeps_total).
+    """
+    global _has_warned
+    there = sum(
+        status in (ChunkStatus.STORED, ChunkStatus.RESERVED, ChunkStatus.EXISTS)
+        for status in statuses
+    )
+    if group.keep is not None and kept_chunks < there and not _has_warned:
+        _has_warned = True
+        _log.warning(
+            "%d of %d chunks are stored, but not kept for pin %s: pins keep as much as they may "
+            "(kvdock pins, kvdock unpin, kvdock serve --pin-share). Later ones are not logged",
+            there - kept_chunks,
+            there,
+            group.keep.pin,
+        )
+
+
+_has_warned = False

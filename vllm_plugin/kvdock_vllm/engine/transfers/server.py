@@ -14,7 +14,13 @@ from kvdock.v1 import cache_pb2
 from kvdock_vllm.engine.copier import CopyStoppedError
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.specs import GroupLoad, GroupStore
-from kvdock_vllm.engine.transfers.base import ChunkTransfers, CopyRequest, UnansweredError, answer
+from kvdock_vllm.engine.transfers.base import (
+    ChunkTransfers,
+    CopyRequest,
+    UnansweredError,
+    answer,
+    warn_of_limit,
+)
 from kvdock_vllm.engine.transfers.fence import Fence
 
 _log = logging.getLogger(__name__)
@@ -85,6 +91,8 @@ class ServerChunkTransfers(ChunkTransfers):
             event_data=[data.to_proto() for data in group.event_data],
             timeout_ms=round(_STORE_SECONDS * 1000),
             deadline_ns=_deadline_ns(_STORE_SECONDS),
+            keep=group.keep.to_proto() if group.keep is not None else None,
+            priority=group.priority.to_proto(),
         )
         with request.reading():
             future = request.session.submit(message)
@@ -93,7 +101,9 @@ class ServerChunkTransfers(ChunkTransfers):
             while _is_lost(future) and time.monotonic_ns() < message.deadline_ns:
                 time.sleep(_POLL_SECONDS)
         response = answer(future, "a Store past its deadline", _PIECE_SECONDS)
-        return [chunk_status(chunk.status) for chunk in response.chunks]
+        statuses = [chunk_status(chunk.status) for chunk in response.chunks]
+        warn_of_limit(group, statuses, response.kept_chunks)
+        return statuses
 
     def _ask(
         self, session: Session, message: cache_pb2.RetrieveRequest | cache_pb2.AwaitFillRequest

@@ -30,6 +30,7 @@ from kvdock_vllm.engine.transfers.base import (
     Transfers,
     answer,
     split_blocks,
+    warn_of_limit,
 )
 
 _log = logging.getLogger(__name__)
@@ -200,9 +201,12 @@ class SharedTransfers(Transfers):
             parent=group.parent,
             group_idx=group.group_idx,
             event_data=group.event_data,
+            keep=group.keep,
+            priority=group.priority,
             timeout=_STORE_RPC_SECONDS,
         )
         statuses = [chunk.status for chunk in reservation.chunks]
+        warn_of_limit(group, statuses, reservation.kept_chunks)
         wanted = [i for i, status in enumerate(statuses) if status is ChunkStatus.RESERVED]
         if not wanted:
             return statuses
