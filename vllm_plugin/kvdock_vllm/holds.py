@@ -9,12 +9,16 @@ whose window reaches over it.
 
 So a block that a store reads gets one more reference for the step in which a window leaves it
 behind. After the step it goes to the end of vLLM's queue of free blocks, so it is given out last. A
-store that is even slower is ended, like every store whose blocks are given out.
+store that is even slower is ended, like every store whose blocks are given out. A recurrent state
+is left behind in the same way.
+
+Some engines zero blocks that they give out before any store can be ended. There a store keeps all
+its blocks until it has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ class Holds:
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
         self._held: dict[int, list[KVCacheBlock]] = {}  # by job_id
+        self._kept: dict[int, list[KVCacheBlock]] = {}  # by job_id
 
     def bind(self, pool: BlockPool) -> None:
         """Takes vLLM's pool, unless its version cannot put blocks at the end of its queue."""
@@ -41,7 +46,7 @@ class Holds:
         most half of the free blocks' number is held, so that the next step has enough.
         """
         for job_id in list(self._held):
-            self.release(job_id)
+            self._unpin(self._held.pop(job_id))
         if self._pool is None:
             return
         most = self._pool.get_num_free_blocks() // 2
@@ -55,9 +60,26 @@ class Holds:
             self._pool.touch(used)
             self._held[job_id] = used
 
+    def keep(self, job_id: int, block_ids: Collection[int]) -> bool:
+        """Keeps blocks that a request has until their store is released. False if too many are kept
+        already: vLLM must have as many free blocks as are kept.
+        """
+        if self._pool is None:
+            return False
+        kept = sum(map(len, self._kept.values()))
+        if kept + len(block_ids) > self._pool.get_num_free_blocks():
+            return False
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        self._pool.touch(blocks)
+        self._kept[job_id] = blocks
+        return True
+
     def release(self, job_id: int) -> None:
-        """Ends the hold on a store's blocks, if there is one."""
-        blocks = self._held.pop(job_id, None)
+        """A store has ended: ends the hold on its blocks, if there is one."""
+        for holds in (self._held, self._kept):
+            self._unpin(holds.pop(job_id, []))
+
+    def _unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         if blocks:
             assert self._pool is not None
             self._pool.unpin_blocks(blocks, _not_our_concern)

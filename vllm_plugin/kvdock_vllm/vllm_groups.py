@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock.types import GroupKind
 from kvdock_vllm.engine.groups import GroupShape
+from kvdock_vllm.vllm_states import offers_states
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -62,12 +63,19 @@ def _shape(group: KVCacheGroupSpec, group_idx: int | None) -> GroupShape:
 
 def _kind_and_window(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     """How much of the past a layer needs. Raises UnsupportedModelError."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     anything: Any = spec
     name = type(spec).__name__
     # These subclasses have rules of their own about which tokens a block holds.
     refused = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
+    if isinstance(spec, MambaSpec):
+        if not offers_states():
+            raise UnsupportedModelError(
+                f"it has recurrent state ({name}), and this version of vLLM does not tell a "
+                "connector where a state is; vLLM 0.32 and 0.33 do"
+            )
+        return GroupKind.RECURRENT_STATE, 0
     if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)) or name in refused:
         raise UnsupportedModelError(f"it has a KV cache of kind {name}")
     if getattr(anything, "non_causal", False):

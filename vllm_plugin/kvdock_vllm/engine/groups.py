@@ -3,7 +3,9 @@
 A model with one kind of attention has one group. A hybrid has several. Each has its own table of
 blocks over the same tokens, perhaps with blocks of another size. Full attention needs every earlier
 token. A sliding window needs the last few tokens: the engine gives the blocks before them to others
-while the request runs, and puts the null block in their place in the table.
+while the request runs, and puts the null block in their place in the table. A recurrent layer needs
+only its state after the last token. A block of such a group holds one state, that after the block's
+last token, and exists only where the engine kept it.
 
 A hit ends where a chunk ends. So of a chunk that is longer than its window a group needs only the
 end, and stores only the end: its *part*. This saves memory. It also allows to store tokens that are
@@ -33,19 +35,35 @@ class GroupShape:
     """Tokens a block."""
     layer_names: tuple[str, ...]
     window_tokens: int = 0
-    """Tokens that the next token sees, itself included. 0 for full attention."""
+    """Tokens that the next token sees, itself included. 0 for every other kind."""
+
+    @property
+    def is_state(self) -> bool:
+        return self.kind is GroupKind.RECURRENT_STATE
+
+    @property
+    def leaves_blocks_behind(self) -> bool:
+        """Whether a request gives up blocks of the group while it runs."""
+        return self.kind is not GroupKind.FULL_ATTENTION
+
+    @property
+    def _window(self) -> int:
+        """A state needs the block of the last token, as a window of two tokens does: the next one
+        and the one before it.
+        """
+        return 2 if self.is_state else self.window_tokens
 
     def first_needed_block(self, num_tokens: int) -> int:
         """Index of the first block that is needed to go on after ``num_tokens`` tokens. Earlier
         entries of a table are the null block, or stale.
         """
-        if not self.window_tokens:
+        if not self._window:
             return 0
-        return max(0, num_tokens - self.window_tokens + 1) // self.block_tokens
+        return max(0, num_tokens - self._window + 1) // self.block_tokens
 
     def left_behind_at(self, block: int) -> int:
-        """How many computed tokens make the window leave the block of this index behind."""
-        return (block + 1) * self.block_tokens + self.window_tokens - 1
+        """How many computed tokens make a request leave the block of this index behind."""
+        return (block + 1) * self.block_tokens + self._window - 1
 
     def needed_blocks(self, first_token: int, num_tokens: int) -> range:
         """The blocks needed after ``num_tokens``, without those before ``first_token``."""
@@ -59,9 +77,9 @@ class GroupShape:
     def part_blocks(self, chunk_tokens: int) -> int:
         """Blocks of a part. They are the last ones of a chunk."""
         in_chunk = self.chunk_blocks(chunk_tokens)
-        if not self.window_tokens:
+        if not self._window:
             return in_chunk
-        return min(in_chunk, max(1, -(-(self.window_tokens - 1) // self.block_tokens)))
+        return min(in_chunk, max(1, -(-(self._window - 1) // self.block_tokens)))
 
     def part(self, chunk: int, chunk_tokens: int) -> slice:
         """The blocks of a request that are the part of its chunk number ``chunk``."""
@@ -73,8 +91,11 @@ class GroupShape:
         """Whether the last token of a prompt that was loaded whole would miss a block that it sees.
 
         vLLM keeps the blocks for the token after the prompt, whose window begins one token later.
-        If that token is in another block, the block before is missing.
+        If that token is in another block, the block before is missing. A state after the last token
+        does not lead back to the one before it.
         """
+        if self.is_state:
+            return True
         return self.window_tokens > 1 and (self.window_tokens - 1) % self.block_tokens == 0
 
 
@@ -83,12 +104,24 @@ def loads_fail_whole(shapes: Sequence[GroupShape]) -> bool:
 
     With one group of full attention the engine computes from the first failed block on. With
     several groups a block id is ambiguous. And a window's blocks before the failed one were never
-    loaded.
+    loaded, nor was an earlier state.
     """
-    return len(shapes) > 1 or any(shape.window_tokens for shape in shapes)
+    return len(shapes) > 1 or any(shape.leaves_blocks_behind for shape in shapes)
 
 
 def fitting_chunk_tokens(wanted: int, shapes: Sequence[GroupShape]) -> int:
     """The smallest chunk of at least ``wanted`` tokens that consists of whole blocks."""
     unit = math.lcm(*(shape.block_tokens for shape in shapes))
     return -(-wanted // unit) * unit
+
+
+def chunk_tokens(announced: int, chosen: int | None, shapes: Sequence[GroupShape]) -> int:
+    """Tokens a chunk: what the user has ``chosen``, else what the server has ``announced``, rounded
+    up to whole blocks.
+
+    Of a model with states a chunk is as short as it can be unless the user chose. The engine keeps
+    states where its blocks end, and one inside a chunk can be neither stored nor hit.
+    """
+    if chosen is None and any(shape.is_state for shape in shapes):
+        return fitting_chunk_tokens(1, shapes)
+    return fitting_chunk_tokens(chosen or announced, shapes)
