@@ -8,8 +8,10 @@ block where the scheduler believes them to be. So whatever puts a wrong byte any
 wrong place, a store of blocks that were given away, a key that says too little, is found in the
 next step that matters.
 
-A model has one or several groups of layers, of full attention or of sliding windows, with blocks of
-one size or of several. As in vLLM the groups lie over one another in the same memory.
+A model has one or several groups of layers, of full attention, of sliding windows or of recurrent
+state, with blocks of one size or of several. As in vLLM the groups lie over one another in the same
+memory. A state is smaller than its page. A step reads it from the block where the last step left
+it, and leaves it in the block of the step's last token.
 
 Messages between the halves are pickled, as they are between vLLM's processes.
 """
@@ -50,6 +52,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -66,6 +69,7 @@ BLOCK_TOKENS = 16
 CHUNK_TOKENS = 64
 _LAYERS_A_GROUP = 3
 _PAGE_BYTES = 2048
+_STATE_BYTES = 1040
 _PICTURE_TOKENS = 4096
 
 
@@ -76,17 +80,27 @@ class Layers:
     block_tokens: int = BLOCK_TOKENS
     window: int = 0
     """Tokens that a token sees, itself included. 0: all."""
+    state: bool = False
+    """A block holds no tokens but the state after its last one."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes a token and layer. Pages are of one size in all groups."""
-        return _PAGE_BYTES // self.block_tokens
+        """Bytes a token, or state, and layer. Pages are of one size in all groups."""
+        return _STATE_BYTES if self.state else _PAGE_BYTES // self.block_tokens
 
     def first_seen(self, token: int) -> int:
         """The first token that a token sees."""
         return max(0, token - self.window + 1) if self.window else 0
 
-    def spec(self, *, mla: bool) -> KVCacheSpec:
+    def spec(self, *, mla: bool, mamba_cache_mode: str) -> KVCacheSpec:
+        if self.state:
+            return MambaSpec(
+                block_size=self.block_tokens,
+                shapes=((3, 4), (_STATE_BYTES // 4 - 12,)),
+                dtypes=(torch.float32, torch.float32),
+                page_size_padded=_PAGE_BYTES,
+                mamba_cache_mode=mamba_cache_mode,
+            )
         sizes: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32}
         sizes |= {"block_size": self.block_tokens, "head_size": self.row_bytes // (4 if mla else 8)}
         if self.window:
@@ -144,10 +158,17 @@ class _Rank:
         # One allocation for all layers, as vLLM makes it.
         memory = torch.zeros(_LAYERS_A_GROUP * blocks * _PAGE_BYTES // 4, dtype=torch.float32)
         caches: dict[str, torch.Tensor] = {}
+        self._pages = memory.numpy().view(np.uint8).reshape(_LAYERS_A_GROUP, blocks, _PAGE_BYTES)
         self.views: list[list[Any]] = []
-        """For each group and layer the bytes of all tokens."""
+        """For each group and layer the bytes of all tokens, or of all states."""
         for layers, group in zip(groups, kv_cache_config.kv_cache_groups, strict=True):
             parts = memory.chunk(_LAYERS_A_GROUP)
+            if layers.state:
+                pages = [part.view(torch.int8).view(blocks, 1, 1, _PAGE_BYTES) for part in parts]
+                states = [page[..., :_STATE_BYTES] for page in pages]
+                caches |= dict(zip(group.layer_names, states, strict=True))
+                self.views.append([layer[:, :_STATE_BYTES] for layer in self._pages])
+                continue
             shape = blocks, 1, layers.block_tokens, layers.row_bytes // 4
             caches |= {
                 name: part.view(shape) for name, part in zip(group.layer_names, parts, strict=True)
@@ -157,6 +178,12 @@ class _Rank:
             )
         self.connector = KVDockConnector(config, KVConnectorRole.WORKER, kv_cache_config)
         self.connector.register_kv_caches(caches)
+
+    def zero_and_copy(self, output: Any) -> None:
+        """What a step does to blocks before it computes."""
+        self._pages[:, output.new_block_ids_to_zero or []] = 0
+        for pair in getattr(output, "kv_cache_block_copies", None) or ():
+            self._pages[:, pair.dst_block_id] = self._pages[:, pair.src_block_id]
 
     def rows(self, digests: Sequence[bytes], layer: int, row_bytes: int) -> Any:
         """What this rank's layer holds for tokens with these histories."""
@@ -189,9 +216,14 @@ class SimulatedEngine:
         tensor_size: int = 1,
         async_scheduling: bool = False,
         handshake: bool = True,
+        mamba_cache_mode: str = "align",
+        zeroes_first: bool = False,
         extra_config: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
+        """``zeroes_first``: new blocks are zeroed before the connector hears of the step, as by
+        vLLM's V2 runner.
+        """
         register()
         settings: dict[str, Any] = {
             "model": str(model),
@@ -218,8 +250,16 @@ class SimulatedEngine:
         self.config.scheduler_config.async_scheduling = async_scheduling
         self.config.cache_config.block_size = BLOCK_TOKENS
         self.config.cache_config.num_gpu_blocks = num_blocks
+        if states := [layers for layers in groups if layers.state]:
+            # With states vLLM has blocks of one size.
+            self.config.cache_config.block_size = states[0].block_tokens
+            self.config.cache_config.mamba_block_size = states[0].block_tokens
+            self.config.cache_config.mamba_cache_mode = mamba_cache_mode  # type: ignore[assignment]
         self.groups = groups
-        self.kv_cache_config = kv_cache_config(num_blocks, groups, mla=mla)
+        self._zeroes_first = zeroes_first
+        self.kv_cache_config = kv_cache_config(
+            num_blocks, groups, mla=mla, mamba_cache_mode=mamba_cache_mode
+        )
         if hasattr(self.kv_cache_config, "prefix_cache_retention_interval"):
             # Of what windows leave behind vLLM then caches no more than it does by default.
             self.kv_cache_config.prefix_cache_retention_interval = (
@@ -419,8 +459,12 @@ class SimulatedEngine:
         for spec in (*metadata.loads, *metadata.last_stores, *metadata.stores):
             assert all(NULL_BLOCK not in group.block_ids for group in spec.groups), spec
         self.overwritten += len(metadata.overwritten)
+        if self._zeroes_first:
+            rank.zero_and_copy(output)
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
+        if not self._zeroes_first:
+            rank.zero_and_copy(output)
         for name, count in output.num_scheduled_tokens.items():
             self._forward(rank, name, count)
         context: Any = None
@@ -442,6 +486,9 @@ class SimulatedEngine:
         end = start + count
         digests = self._histories[name].digests(running.tokens)
         for group, layers in enumerate(self.groups):
+            if layers.state:
+                self._forward_state(rank, name, group, start, digests[:end])
+                continue
             size = layers.block_tokens
             table = np.array(running.block_ids[group])
             slots = np.repeat(table * size, size) + np.tile(np.arange(size), len(table))
@@ -458,6 +505,25 @@ class SimulatedEngine:
                         f"{first + wrong[0]}"
                     )
                 view[slots[start:end]] = rows[start - first :]
+
+    def _forward_state(
+        self, rank: _Rank, name: str, group: int, start: int, digests: Sequence[bytes]
+    ) -> None:
+        """Checks the state before the step, and writes the one after it."""
+        size, table = self.groups[group].block_tokens, self._running[name].block_ids[group]
+        after = table[(len(digests) - 1) // size]
+        assert after != NULL_BLOCK, f"{name}: no block for the state of group {group}"
+        for index, view in enumerate(rank.views[group]):
+            layer = group * _LAYERS_A_GROUP + index
+            if start:
+                before = table[(start - 1) // size]
+                expected = rank.rows(digests[start - 1 : start], layer, _STATE_BYTES)
+                if before == NULL_BLOCK or (view[before] != expected).any():
+                    raise WrongBytesError(
+                        f"{name}, layer {layer}, rank {rank.identity}: block {before} does not "
+                        f"hold the state after {start} tokens"
+                    )
+            view[after] = rank.rows(digests[-1:], layer, _STATE_BYTES)
 
     def _sample(self, output: Any) -> ModelRunnerOutput:
         names = list(output.num_scheduled_tokens)
@@ -479,7 +545,11 @@ class SimulatedEngine:
 
 
 def kv_cache_config(
-    num_blocks: int, groups: Sequence[Layers] = (Layers(),), *, mla: bool = False
+    num_blocks: int,
+    groups: Sequence[Layers] = (Layers(),),
+    *,
+    mla: bool = False,
+    mamba_cache_mode: str = "align",
 ) -> KVCacheConfig:
     """Three layers a group."""
     return KVCacheConfig(
@@ -488,7 +558,7 @@ def kv_cache_config(
         [
             KVCacheGroupSpec(
                 [f"layer.{index * _LAYERS_A_GROUP + layer}" for layer in range(_LAYERS_A_GROUP)],
-                layers.spec(mla=mla),
+                layers.spec(mla=mla, mamba_cache_mode=mamba_cache_mode),
             )
             for index, layers in enumerate(groups)
         ],
