@@ -38,6 +38,18 @@ class StateModel:
     dtype: str = "float32"
     needs_cpu_patch: bool = False
     """On a CPU vLLM's own plan for this model does not work: see ``prepare``."""
+    block_tokens: int = 256
+    """The blocks that vLLM chooses on a CPU."""
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        """For EngineProcess."""
+        return {
+            "dtype": self.dtype,
+            "block_size": None,
+            "enable_prefix_caching": True,
+            "statekit": {"cpu_patch": self.needs_cpu_patch},
+        }
 
     def config(self) -> dict[str, object]:
         return {
@@ -71,6 +83,7 @@ MODELS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
             "layer_types": ["conv", "conv", "full_attention", "conv"],
         },
+        block_tokens=128,
     ),
     "qwen3-next": StateModel(
         "Qwen3NextForCausalLM",
@@ -104,6 +117,7 @@ MODELS = {
             "intermediate_size": 512,
         },
         needs_cpu_patch=True,
+        block_tokens=16,
     ),
     "nemotron-h": StateModel(
         "NemotronHForCausalLM",
@@ -145,10 +159,10 @@ MODELS = {
 }
 
 
-def make_state_model(folder: Path, name: str) -> Path:
+def make_state_model(folder: Path, model: StateModel) -> Path:
     """Writes the model's folder, for an engine that has called ``prepare``, and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODELS[name].config(), indent=2))
+    (folder / "config.json").write_text(json.dumps(model.config(), indent=2))
     save_file({"made.by.statekit": torch.ones(1)}, folder / "model.safetensors")
     return folder
 

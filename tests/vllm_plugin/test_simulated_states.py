@@ -198,6 +198,21 @@ def test_an_interval_stores_more_states(
         assert extra(warm) == max([C * n for n in stored if n <= chunks], default=0)
 
 
+def test_the_state_after_a_whole_prompt_is_not_asked_for(
+    start_engine: StartEngine, groups: tuple[Layers, ...]
+) -> None:
+    settings: dict[str, Any] = {
+        "groups": groups,
+        "extra_config": {"kvdock.state_interval_tokens": 1},
+    }
+    run(start_engine(**settings, max_num_batched_tokens=C), prompt(3 * C))
+    other = start_engine(**settings)
+    assert extra(run(other, prompt(3 * C), max_tokens=4)) == 2 * C
+    # But a longer one goes on from it.
+    other.forget()
+    assert extra(run(other, prompt(3 * C) + [5], max_tokens=4)) == 3 * C
+
+
 # -- blocks -----------------------------------------------------------------------------------
 
 
@@ -246,7 +261,7 @@ def test_blocks_that_are_zeroed_too_early_are_kept_until_they_are_stored(
     settings: dict[str, Any] = {"groups": HYBRID, "zeroes_first": True}
     if interval is not None:
         settings["extra_config"] = {"kvdock.state_interval_tokens": interval}
-    engine = start_engine(**settings, num_blocks=40)
+    engine = start_engine(**settings, num_blocks=24)
     assert engine.kv_cache_config.needs_kv_cache_zeroing
     with monkeypatch.context() as patch:
         slow_copies(patch, 0.02)
@@ -334,7 +349,8 @@ def test_several_requests_of_a_prefix_load_it_once(
     common = prompt(4 * C)
     run(start_engine(groups=groups), common + prompt(1, seed=9))
     engine = start_engine(groups=groups)
-    prompts = [common + prompt(20 + seed * C, seed=seed) for seed in range(4)]
+    # None of them ends soon after the prefix, so that vLLM alone would forget the state there.
+    prompts = [common + prompt(20 + (seed + 1) * C, seed=seed) for seed in range(4)]
     with monkeypatch.context() as patch:
         slow_copies(patch, 0.02)
         for number, tokens in enumerate(prompts):

@@ -185,7 +185,8 @@ class WorkerHalf:
             # Some versions of vLLM skip wait_for_save in a step without computation.
             self.stores.begin()
         if metadata is not None and metadata.has_waiting:
-            self.stores.free_held()
+            # Where blocks are zeroed, a store may keep its blocks until it has ended (holds.py).
+            self.stores.free_held(all_hold=self._zeroes_blocks)
         if metadata is not None and idle and self.loads.under_way:
             self._wait_for_loads(begins=bool(metadata.loads))
         self.link.something_ended.clear()

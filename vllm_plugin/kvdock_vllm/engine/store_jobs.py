@@ -125,11 +125,13 @@ class StoreJobs:
         self._held &= reading
         return read
 
-    def free_held(self) -> None:
-        """Gives up the stores of finished requests, if the server keeps them waiting."""
-        if self._held and self._readers.is_late:
+    def free_held(self, *, all_hold: bool) -> None:
+        """Gives up the stores that keep the engine from giving out their blocks, if the server
+        keeps them waiting. These are the stores of finished requests, or all if ``all_hold``.
+        """
+        if (self._held or all_hold) and self._readers.is_late:
             for job in self.under_way:
-                if job.request_id in self._held:
+                if all_hold or job.request_id in self._held:
                     self._give_up(job)
 
     def make_way(self, job_ids: Iterable[int]) -> None:
