@@ -30,8 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from kvdock.types import GroupKind
 from kvdock_server.index import namespace as server
 from kvdock_vllm.engine.groups import GroupShape, chunk_tokens, fitting_chunk_tokens
-from kvdock_vllm.vllm_groups import UnsupportedModelError, group_shapes
-from kvdock_vllm.vllm_states import offers_states
+from kvdock_vllm.vllm_groups import UnsupportedModelError, group_shapes, offers_states
 
 SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
 LATENT: dict[str, Any] = {"num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}

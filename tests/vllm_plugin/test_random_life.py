@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 from kvdock import Client
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.connector import KVDockConnector
-from kvdock_vllm.vllm_states import offers_states
+from kvdock_vllm.vllm_groups import offers_states
 
 C = CHUNK_TOKENS
 ASK = {"num_kvdock_extra_cached_tokens": None}

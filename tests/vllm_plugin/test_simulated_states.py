@@ -23,12 +23,10 @@ from simulator import Layers, Outcome, SimulatedEngine, WrongBytesError
 from kvdock import Client
 from kvdock.types import ChunkStatus, GroupKind
 from kvdock_vllm import scheduler as scheduler_module
-from kvdock_vllm import vllm_states
 from kvdock_vllm.engine.transfers.shared import SharedTransfers
+from kvdock_vllm.vllm_groups import offers_states
 
-pytestmark = pytest.mark.skipif(
-    not vllm_states.offers_states(), reason="refused with this version of vLLM"
-)
+pytestmark = pytest.mark.skipif(not offers_states(), reason="refused with this version of vLLM")
 
 STATE = Layers(C, state=True)
 FULL = Layers(C)
@@ -210,7 +208,7 @@ def test_the_state_after_a_whole_prompt_is_not_asked_for(
     assert extra(run(other, prompt(3 * C), max_tokens=4)) == 2 * C
     # But a longer one goes on from it.
     other.forget()
-    assert extra(run(other, prompt(3 * C) + [5], max_tokens=4)) == 3 * C
+    assert extra(run(other, [*prompt(3 * C), 5], max_tokens=4)) == 3 * C
 
 
 # -- blocks -----------------------------------------------------------------------------------

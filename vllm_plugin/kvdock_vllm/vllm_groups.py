@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock.types import GroupKind
 from kvdock_vllm.engine.groups import GroupShape
-from kvdock_vllm.vllm_states import offers_states
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -14,6 +13,13 @@ if TYPE_CHECKING:
 
 class UnsupportedModelError(ValueError):
     """The form of the model's KV cache is not supported. The message names the form."""
+
+
+def offers_states() -> bool:
+    """Whether this version of vLLM tells a connector which blocks hold a state."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 
 
 def group_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:

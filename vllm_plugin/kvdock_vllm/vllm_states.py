@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock_vllm.engine.groups import NULL_BLOCK, GroupShape
 from kvdock_vllm.engine.records import Record
+from kvdock_vllm.vllm_groups import group_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,19 +30,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def offers_states() -> bool:
-    """Whether this version of vLLM tells a connector which blocks hold a state."""
-    from vllm.v1.core.sched.output import SchedulerOutput
-
-    return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
-
-
 def keeps_no_states(kv_cache_config: KVCacheConfig) -> bool:
     """Whether the model has states of which the engine keeps only the running one. It changes with
     every token, so nothing can be stored of it, and nothing can be continued from.
     """
-    from kvdock_vllm.vllm_groups import group_specs
-
     return any(
         getattr(spec, "mamba_cache_mode", "align") != "align"
         for group in kv_cache_config.kv_cache_groups
