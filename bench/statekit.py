@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 VOCAB = 2048
 _HIDDEN = 256
-_QUERY_KEY_GAIN = 2.0
+_ATTENTION_GAIN = 2.0
 _DECAY = 0.02
 """The logarithm by which a state shrinks with a token, where the token's step is 1."""
 
@@ -215,5 +215,6 @@ def _value(name: str, shape: torch.Size) -> torch.Tensor:
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if "embed" in name:
         return noise
-    gain = 1.0 if "lm_head" in name or "conv1d" in name else _QUERY_KEY_GAIN
+    # More where no attention needs it makes the answer hang on rounding.
+    gain = _ATTENTION_GAIN if "attn" in name else 1.0
     return noise * (gain / math.sqrt(shape[-1]))

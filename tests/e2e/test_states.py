@@ -135,10 +135,15 @@ def plain(
     prompts: dict[str, list[int]],
     later: dict[str, list[int]],
     twins: tuple[list[int], list[int]],
-) -> Callable[[Sequence[int]], list[int]]:
+) -> Callable[[Any], Any]:
     """The tokens that an engine without connector answers, computed from the first on."""
     engine = start("plain")
-    known = {}
+    known: dict[Any, Any] = {}
+    # As the first engine answers them: where vLLM sees prompts part it ends a step, and so rounds
+    # otherwise.
+    in_order = [engine.generate(Request(one, max_tokens=24))[0].tokens for one in prompts.values()]
+    assert engine.reset_prefix_cache()
+    known["in order",] = in_order
     for prompt in [*prompts.values(), *later.values(), *twins]:
         (answer,) = engine.generate(Request(prompt, max_tokens=24))
         known[tuple(prompt)] = answer.tokens
@@ -151,9 +156,9 @@ def plain(
 def stored(start: StartEngine, plain: Any, prompts: dict[str, list[int]]) -> None:
     """A first engine has run the prompts and is gone."""
     engine = start("first", {})
-    for prompt in prompts.values():
+    for prompt, expected in zip(prompts.values(), plain(["in order"]), strict=True):
         (answer,) = engine.generate(ask(prompt))
-        assert answer.tokens == plain(prompt)
+        assert answer.tokens == expected
     assert engine.close() == 0
 
 

@@ -82,6 +82,8 @@ class Layers:
     """Tokens that a token sees, itself included. 0: all."""
     state: bool = False
     """A block holds no tokens but the state after its last one."""
+    checkpoints: bool = False
+    """The kernel also leaves a state from inside a prompt's last step, as those of GPUs do."""
 
     @property
     def row_bytes(self) -> int:
@@ -92,6 +94,11 @@ class Layers:
         """The first token that a token sees."""
         return max(0, token - self.window + 1) if self.window else 0
 
+    def _checkpoint_plan(self) -> dict[str, Any]:
+        if not self.checkpoints:
+            return {}
+        return {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+
     def spec(self, *, mla: bool, mamba_cache_mode: str) -> KVCacheSpec:
         if self.state:
             return MambaSpec(
@@ -100,6 +107,7 @@ class Layers:
                 dtypes=(torch.float32, torch.float32),
                 page_size_padded=_PAGE_BYTES,
                 mamba_cache_mode=mamba_cache_mode,
+                **self._checkpoint_plan(),
             )
         sizes: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32}
         sizes |= {"block_size": self.block_tokens, "head_size": self.row_bytes // (4 if mla else 8)}
@@ -511,6 +519,7 @@ class SimulatedEngine:
     ) -> None:
         """Checks the state before the step, and writes the one after it."""
         size, table = self.groups[group].block_tokens, self._running[name].block_ids[group]
+        inside = self._checkpoint(group, start, len(digests))
         after = table[(len(digests) - 1) // size]
         assert after != NULL_BLOCK, f"{name}: no block for the state of group {group}"
         for index, view in enumerate(rank.views[group]):
@@ -524,6 +533,27 @@ class SimulatedEngine:
                         f"hold the state after {start} tokens"
                     )
             view[after] = rank.rows(digests[-1:], layer, _STATE_BYTES)
+            if inside is not None and table[inside[1]] != NULL_BLOCK:
+                state = digests[inside[0] - 1 : inside[0]]
+                view[table[inside[1]]] = rank.rows(state, layer, _STATE_BYTES)
+
+    def _checkpoint(self, group: int, start: int, end: int) -> tuple[int, int] | None:
+        """The tokens of a state from inside a step, and its place in the table."""
+        if not self.groups[group].checkpoints:
+            return None
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
+        ((offset,), (column,)) = compute_mamba_prefill_checkpoints(
+            [end],
+            [end - start],
+            hash_block_size=self.scheduler.hash_block_size,
+            mamba_block_size=self.groups[group].block_tokens,
+            checkpoint_alignment=1,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=manager.cache_hit_alignment_tokens,
+        )
+        return (start + offset, column) if offset else None
 
     def _sample(self, output: Any) -> ModelRunnerOutput:
         names = list(output.num_scheduled_tokens)

@@ -53,6 +53,7 @@ if not issubclass(KVDockConnector, SupportsHMA):
 STATE = Layers(C, state=True)
 if offers_states():
     MODELS += [(STATE, Layers(C)), (Layers(C), STATE, Layers(C, window=100)), (STATE,)]
+    MODELS += [(Layers(C, state=True, checkpoints=True), Layers(C))]
 
 # Prompts are beginnings of few stems, so that they share prefixes, also in part.
 STEMS = [random_prompt(5 * C, seed=seed) for seed in (1, 2)]

@@ -35,6 +35,7 @@ MODELS = {
     "several, of which one is after it": (STATE, FULL, STATE),
     "beside a window": (FULL, Layers(C, window=100), STATE),
     "nothing but states": (STATE,),
+    "with states from inside a step": (Layers(C, state=True, checkpoints=True), FULL),
 }
 HYBRID = MODELS["beside full attention"]
 
@@ -120,7 +121,7 @@ def test_the_next_turn_goes_on_where_the_last_prompt_ended(
 def test_where_prompts_part_is_a_hit_for_the_third(
     start_engine: StartEngine, groups: tuple[Layers, ...]
 ) -> None:
-    if groups == (STATE,):
+    if FULL not in groups:
         pytest.skip("vLLM sees by the blocks of attention where prompts part")
     engine = start_engine(groups=groups)
     common = prompt(3 * C + 20)
@@ -143,6 +144,24 @@ def test_a_hit_behind_what_the_engine_has(
     outcome = run(engine, whole, max_tokens=40)
     assert outcome.num_cached_tokens == 5 * C
     assert_nothing_held(kvdock)
+
+
+def test_a_state_from_inside_a_step_is_stored(
+    start_engine: StartEngine, kvdock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = MODELS["with states from inside a step"]
+    engine = start_engine(groups=groups)
+    ends = []
+    checkpoint = engine._checkpoint
+
+    def watched(group: int, start: int, end: int) -> Any:
+        ends.append((checkpoint(group, start, end), end))
+        return ends[-1][0]
+
+    monkeypatch.setattr(engine, "_checkpoint", watched)
+    run(engine, prompt(3 * C + 9))
+    assert ends == [((3 * C, 2), 3 * C + 9)]
+    assert states_stored(kvdock, 3) == 1
 
 
 def test_what_vllm_offers_inside_a_block_is_left_out(
