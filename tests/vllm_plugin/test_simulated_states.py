@@ -63,7 +63,7 @@ def run(engine: SimulatedEngine, tokens: list[int], **more: Any) -> Outcome:
 # -- hits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [C - 1, C, C + 1, 3 * C, 3 * C + 1, 7 * C + 40])
+@pytest.mark.parametrize("tokens", [C, C + 1, 7 * C + 40])
 def test_a_second_engine_goes_on_from_the_last_state_of_a_prompt(
     start_engine: StartEngine, groups: tuple[Layers, ...], tokens: int
 ) -> None:
@@ -98,7 +98,7 @@ def test_other_bytes_are_noticed(
     other.run()
 
 
-@pytest.mark.parametrize("budget", [48, 100, 200])
+@pytest.mark.parametrize("budget", [48, 200])
 def test_prompts_that_are_computed_over_several_steps(
     start_engine: StartEngine, groups: tuple[Layers, ...], budget: int
 ) -> None:
@@ -187,6 +187,7 @@ def test_by_default_only_the_last_state_of_a_prompt_is_stored(
     assert states_stored(kvdock, 7) == 1
 
 
+@pytest.mark.parametrize("name", ["several, of which one is after it", "nothing but states"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(
     ("interval", "stored"), [(1, [1, 2, 3, 4, 5, 6, 7, 8]), (2 * C, [2, 4, 5, 7])]
@@ -194,11 +195,12 @@ def test_by_default_only_the_last_state_of_a_prompt_is_stored(
 def test_an_interval_stores_more_states(
     start_engine: StartEngine,
     kvdock: Any,
-    groups: tuple[Layers, ...],
+    name: str,
     async_scheduling: bool,
     interval: int,
     stored: list[int],
 ) -> None:
+    groups = MODELS[name]
     settings: dict[str, Any] = {
         "groups": groups,
         "extra_config": {"kvdock.state_interval_tokens": interval},
@@ -301,14 +303,15 @@ def test_a_preempted_request_goes_on_from_a_stored_state(
 ) -> None:
     engine = start_engine(groups=groups, async_scheduling=async_scheduling)
     whole = prompt(5 * C + 3)
-    engine.add("one", whole, max_tokens=2 * C, kv_transfer_params=ASK)
+    engine.add("one", whole, max_tokens=6 * C, kv_transfer_params=ASK)
     while len(engine.outcomes["one"].tokens) < C:
         engine.step()
     while engine.connector.scheduler_half.stores.under_way:
         engine.step()
+    assert engine.outcomes["one"].finish_reason is None
     assert engine.preempt_all()
     engine.run()
-    assert engine.outcomes["one"].tokens == engine.expected(whole, 2 * C)
+    assert engine.outcomes["one"].tokens == engine.expected(whole, 6 * C)
     assert engine.counted["loaded_tokens"] == 5 * C
 
 

@@ -269,15 +269,10 @@ class SchedulerHalf:
             if num_tokens < awaited.most_tokens + target.chunk_tokens:
                 return None
             record.forget_lookup()
-        # vLLM keeps the blocks of a request that has ended.
-        keep: dict[str, Any] = {"admit": self.holds.keep} if self._keeps_blocks else {}
+        # vLLM itself keeps the blocks of a request that has ended.
+        admit = self.holds.keep if self._keeps_blocks and not is_last else None
         return self.stores.plan(
-            record,
-            num_tokens,
-            target,
-            held_from=held_from,
-            is_last=is_last,
-            **({} if is_last else keep),
+            record, num_tokens, target, held_from=held_from, is_last=is_last, admit=admit
         )
 
     # -- ends -----------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def warn_of_no_states(vllm_config: VllmConfig) -> None:
     _log.warning(
         "KVDock does nothing for this engine of %s: the model has recurrent state, of which vLLM "
         "keeps only the running one (mamba_cache_mode is %s). With --enable-prefix-caching vLLM "
-        "keeps states that can be stored",
+        "keeps states that can be stored, if it supports that for the model",
         vllm_config.model_config.model,
         getattr(cache, "mamba_cache_mode", "none"),
     )
@@ -102,7 +102,7 @@ class StateBlocks:
             wants_more = not has_drafts and self._wants_more(record, end)
             if record.states or wants_more:
                 tables = states.get_block_ids(request_id) or ()
-                self._forget_taken(record, tables)
+                forget_taken_states(record, self._shapes, tables)
                 if wants_more:
                     found |= self._last_states(tables, end)
             if found:
@@ -133,9 +133,6 @@ class StateBlocks:
                 return {}
             found[position, end] = table[index]
         return found
-
-    def _forget_taken(self, record: Record, tables: Sequence[Sequence[int]]) -> None:
-        forget_taken_states(record, self._shapes, tables)
 
 
 def forget_taken_states(

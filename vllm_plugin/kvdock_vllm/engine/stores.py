@@ -96,7 +96,7 @@ class Stores:
         *,
         held_from: int = 0,
         is_last: bool = False,
-        admit: Admit = lambda job_id, block_ids: True,
+        admit: Admit | None = None,
     ) -> StoreSpec | None:
         """The store of what is complete within a request's first ``num_tokens`` tokens and was not
         offered yet, or None.
@@ -131,7 +131,7 @@ class Stores:
                 group = self._group_store(record, position, keys, first, end, target, held_from)
                 groups += [group] if group is not None else []
         block_ids = frozenset(block for group in groups for block in group.block_ids)
-        if groups and not admit(self._num_jobs + 1, block_ids):
+        if groups and admit is not None and not admit(self._num_jobs + 1, block_ids):
             record.retry_at = time.monotonic() + _RETRY_SECONDS
             return None
         record.stored_chunks = end
