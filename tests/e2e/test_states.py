@@ -177,6 +177,11 @@ def extra(answer: Generation) -> int:
     return int(answer.kv_transfer_params["num_kvdock_extra_cached_tokens"])
 
 
+def lookups(server: ServerProcess) -> int:
+    with Client(server.address) as client:
+        return client.status().counters.lookups
+
+
 def test_the_model_has_states_beside_what_else_it_has(
     engine: EngineProcess, server: ServerProcess, name: str, block: int
 ) -> None:
@@ -246,18 +251,29 @@ def test_an_aborted_request(
 
 
 def test_requests_that_are_preempted(
-    start: StartEngine, stored: None, plain: Any, later: dict[str, list[int]], name: str
+    start: StartEngine,
+    stored: None,
+    plain: Any,
+    later: dict[str, list[int]],
+    name: str,
+    server: ServerProcess,
 ) -> None:
     if name not in _IN_CI[:1]:
         pytest.skip("one model shows it")
-    # For one request of eight blocks' length, three states and what the null block takes.
-    small = start("small", {"kvdock.state_interval_tokens": 1}, num_gpu_blocks_override=24)
+    # Enough for one of the longest, with its states, but not for two.
+    small = start(
+        "small",
+        {"kvdock.state_interval_tokens": 1},
+        num_gpu_blocks_override=24,
+        max_model_len=1024,
+    )
     requests = [
         Request(prompt, max_tokens=160, kv_transfer_params=ASK) for prompt in later.values()
     ]
+    before = lookups(server)
     for prompt, answer in zip(later.values(), small.generate(*requests), strict=True):
         assert answer.tokens[:24] == plain(prompt)
-    assert "reempt" in small.log_text
+    assert lookups(server) - before > len(requests), "nothing was preempted and looked up again"
     assert small.close() == 0
 
 
