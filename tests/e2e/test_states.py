@@ -298,7 +298,7 @@ def test_an_interval_makes_hits_where_vllm_keeps_no_state(
     start: StartEngine, stored: None, plain: Any, twins: tuple[list[int], list[int]], block: int
 ) -> None:
     settings = {"kvdock.state_interval_tokens": 2 * block}
-    engine = start("dense", settings, max_num_batched_tokens=max(64, block), max_num_seqs=4)
+    engine = start("dense", settings, max_num_batched_tokens=block, max_num_seqs=4)
     for prompt, hit in zip(twins, (0, 2 * block), strict=True):
         (answer,) = engine.generate(ask(prompt))
         assert extra(answer) == hit
