@@ -2,7 +2,8 @@
 
 Commands are lines of JSON on standard input, answers lines of JSON on the file descriptor given as
 the only argument: standard output belongs to vLLM's log. The first line holds the arguments for
-vLLM's EngineArgs; the answer to it comes when the engine is ready. The process ends at the end of
+vLLM's EngineArgs, and under "statekit" those of statekit.prepare if the model needs it; the answer
+to it comes when the engine is ready. The process ends at the end of
 its input, after shutting the engine down as `vllm serve` does.
 
 vLLM runs in this process (enginekit sets VLLM_ENABLE_V1_MULTIPROCESSING=0), which halves its start,
@@ -22,6 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+import statekit
 from vllm import EngineArgs, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -182,7 +184,10 @@ def main(answers_fd: int) -> NoReturn:
 
     status = 1
     try:
-        runner = Runner(json.loads(sys.stdin.readline()))
+        arguments = json.loads(sys.stdin.readline())
+        if (preparation := arguments.pop("statekit", None)) is not None:
+            statekit.prepare(**preparation)
+        runner = Runner(arguments)
         try:
             answer({"pid": os.getpid()})
             for line in sys.stdin:

@@ -8,9 +8,10 @@ block where the scheduler believes them to be. So whatever puts a wrong byte any
 wrong place, a store of blocks that were given away, a key that says too little, is found in the
 next step that matters.
 
-A model has one or several groups of layers, of full attention, of sliding windows or of chunked
-local attention, with blocks of one size or of several. As in vLLM the groups lie over one another
-in the same memory.
+A model has one or several groups of layers, of full attention, of sliding windows, of chunked local
+attention or of recurrent state, with blocks of one size or of several. As in vLLM the groups lie
+over one another in the same memory. A state is smaller than its page. A step reads it from the
+block where the last step left it, and leaves it in the block of the step's last token.
 
 With speculative decoding some of each step's drafts are right. The model writes what it computes of
 all of them. A layer of the drafter holds bytes that depend on the next token too, as of EAGLE.
@@ -57,6 +58,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -74,6 +76,7 @@ BLOCK_TOKENS = 16
 CHUNK_TOKENS = 64
 _LAYERS_A_GROUP = 3
 _PAGE_BYTES = 2048
+_STATE_BYTES = 1040
 _PICTURE_TOKENS = 4096
 
 
@@ -86,11 +89,15 @@ class Layers:
     """Tokens that a token sees, itself included. 0: all."""
     piece: int = 0
     """Chunked local attention: a token sees only the piece of so many tokens that it is in."""
+    state: bool = False
+    """A block holds no tokens but the state after its last one."""
+    checkpoints: bool = False
+    """The kernel also leaves a state from inside a prompt's last step, as those of GPUs do."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes a token and layer. Pages are of one size in all groups."""
-        return _PAGE_BYTES // self.block_tokens
+        """Bytes a token, or state, and layer. Pages are of one size in all groups."""
+        return _STATE_BYTES if self.state else _PAGE_BYTES // self.block_tokens
 
     def first_seen(self, token: int) -> int:
         """The first token that a token sees."""
@@ -98,7 +105,21 @@ class Layers:
             return token // self.piece * self.piece
         return max(0, token - self.window + 1) if self.window else 0
 
-    def spec(self, *, mla: bool) -> KVCacheSpec:
+    def _checkpoint_plan(self) -> dict[str, Any]:
+        if not self.checkpoints:
+            return {}
+        return {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+
+    def spec(self, *, mla: bool, mamba_cache_mode: str) -> KVCacheSpec:
+        if self.state:
+            return MambaSpec(
+                block_size=self.block_tokens,
+                shapes=((3, 4), (_STATE_BYTES // 4 - 12,)),
+                dtypes=(torch.float32, torch.float32),
+                page_size_padded=_PAGE_BYTES,
+                mamba_cache_mode=mamba_cache_mode,
+                **self._checkpoint_plan(),
+            )
         sizes: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32}
         sizes |= {"block_size": self.block_tokens, "head_size": self.row_bytes // (4 if mla else 8)}
         if self.window:
@@ -169,10 +190,17 @@ class _Rank:
         # One allocation for all layers, as vLLM makes it.
         memory = torch.zeros(_LAYERS_A_GROUP * blocks * _PAGE_BYTES // 4, dtype=torch.float32)
         caches: dict[str, torch.Tensor] = {}
+        self._pages = memory.numpy().view(np.uint8).reshape(_LAYERS_A_GROUP, blocks, _PAGE_BYTES)
         self.views: list[list[Any]] = []
-        """For each group and layer the bytes of all tokens."""
+        """For each group and layer the bytes of all tokens, or of all states."""
         for layers, group in zip(groups, kv_cache_config.kv_cache_groups, strict=True):
             parts = memory.chunk(_LAYERS_A_GROUP)
+            if layers.state:
+                pages = [part.view(torch.int8).view(blocks, 1, 1, _PAGE_BYTES) for part in parts]
+                states = [page[..., :_STATE_BYTES] for page in pages]
+                caches |= dict(zip(group.layer_names, states, strict=True))
+                self.views.append([layer[:, :_STATE_BYTES] for layer in self._pages])
+                continue
             shape = blocks, 1, layers.block_tokens, layers.row_bytes // 4
             caches |= {
                 name: part.view(shape) for name, part in zip(group.layer_names, parts, strict=True)
@@ -186,6 +214,12 @@ class _Rank:
         self.connector = made
         """The engine's one connector: KVDock's, or vLLM's MultiConnector around several."""
         self.connector.register_kv_caches(caches)
+
+    def zero_and_copy(self, output: Any) -> None:
+        """What a step does to blocks before it computes."""
+        self._pages[:, output.new_block_ids_to_zero or []] = 0
+        for pair in getattr(output, "kv_cache_block_copies", None) or ():
+            self._pages[:, pair.dst_block_id] = self._pages[:, pair.src_block_id]
 
     def rows(self, digests: Sequence[bytes], layer: int, row_bytes: int) -> Any:
         """What this rank's layer holds for tokens with these histories."""
@@ -202,6 +236,8 @@ class _Running:
     tokens: list[int]
     block_ids: list[list[int]]
     num_computed_tokens: int
+    found_tokens: int
+    """Found in a cache when the request was last given blocks."""
     drafts: list[int] = field(default_factory=list)
     """Proposed for the next step."""
 
@@ -234,6 +270,8 @@ class SimulatedEngine:
         handshake: bool = True,
         drafts: int = 0,
         chained: bool = False,
+        mamba_cache_mode: str = "align",
+        zeroes_first: bool = False,
         extra_config: dict[str, Any] | None = None,
         before: Sequence[dict[str, Any]] = (),
         behind: Sequence[dict[str, Any]] = (),
@@ -243,6 +281,8 @@ class SimulatedEngine:
 
         ``drafts``: how many tokens EAGLE proposes in each step. 0: there is no drafter.
         ``chained``: a chain of as many MTP modules does, each of which reads one token further.
+        ``zeroes_first``: new blocks are zeroed before the connector hears of the step, as by vLLM's
+        V2 runner.
         """
         register()
         kvdock = {
@@ -284,8 +324,16 @@ class SimulatedEngine:
         self.config.scheduler_config.async_scheduling = async_scheduling
         self.config.cache_config.block_size = BLOCK_TOKENS
         self.config.cache_config.num_gpu_blocks = num_blocks
+        if states := [layers for layers in groups if layers.state]:
+            # With states vLLM has blocks of one size.
+            self.config.cache_config.block_size = states[0].block_tokens
+            self.config.cache_config.mamba_block_size = states[0].block_tokens
+            self.config.cache_config.mamba_cache_mode = mamba_cache_mode  # type: ignore[assignment]
         self.groups = groups
-        self.kv_cache_config = kv_cache_config(num_blocks, groups, mla=mla)
+        self._zeroes_first = zeroes_first
+        self.kv_cache_config = kv_cache_config(
+            num_blocks, groups, mla=mla, mamba_cache_mode=mamba_cache_mode
+        )
         if hasattr(self.kv_cache_config, "prefix_cache_retention_interval"):
             # Of what windows leave behind vLLM then caches no more than it does by default.
             self.kv_cache_config.prefix_cache_retention_interval = (
@@ -483,7 +531,10 @@ class SimulatedEngine:
         for new in output.scheduled_new_reqs:
             tokens = list(self.scheduler.requests[new.req_id].all_token_ids)
             self._running[new.req_id] = _Running(
-                tokens, [list(table) for table in new.block_ids], new.num_computed_tokens
+                tokens,
+                [list(table) for table in new.block_ids],
+                new.num_computed_tokens,
+                new.num_computed_tokens,
             )
         cached = output.scheduled_cached_reqs
         for name, blocks, computed in zip(
@@ -493,6 +544,7 @@ class SimulatedEngine:
             if name in cached.resumed_req_ids:
                 running.tokens = list(self.scheduler.requests[name].all_token_ids)
                 running.block_ids = [list(table) for table in blocks]
+                running.found_tokens = computed
             elif blocks is not None:
                 for table, more in zip(running.block_ids, blocks, strict=True):
                     table += more
@@ -513,8 +565,12 @@ class SimulatedEngine:
         for spec in (*step.loads, *step.last_stores, *step.stores):
             assert all(NULL_BLOCK not in group.block_ids for group in spec.groups), spec
         self.overwritten += len(step.overwritten)
+        if self._zeroes_first:
+            rank.zero_and_copy(output)
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
+        if not self._zeroes_first:
+            rank.zero_and_copy(output)
         context: Any = None
         # As vLLM from 0.32 on.
         loads_first = getattr(output, "has_sync_kv_loads", bool(self.others))
@@ -540,6 +596,9 @@ class SimulatedEngine:
         running, step = self._running[name], self._inputs[name]
         start, end = step.start, step.end
         for group, layers in enumerate(self.groups):
+            if layers.state:
+                self._forward_state(rank, name, group, start, step.digests[:end])
+                continue
             size = layers.block_tokens
             table = np.array(running.block_ids[group])
             slots = np.repeat(table * size, size) + np.tile(np.arange(size), len(table))
@@ -557,6 +616,8 @@ class SimulatedEngine:
                     again = min(len(old), self._read_ahead - 1)
                     view[slots[start - again : start]] = old[len(old) - again :]
                 wrong = np.nonzero((view[slots[first:start]] != old).any(axis=1))[0]
+                if self._drafts and index == _LAYERS_A_GROUP - 1:
+                    wrong = self._not_made_for_others(wrong, first, running.found_tokens, size)
                 if len(wrong) and excused.issuperset((slots[first + wrong] // size).tolist()):
                     view[slots[start:end]] = ~rows[start - first :]
                     self._wrong[-1].update((slots[first + wrong] // size).tolist())
@@ -569,6 +630,55 @@ class SimulatedEngine:
                         f"{first + wrong[0]}"
                     )
                 view[slots[start:end]] = rows[start - first :]
+
+    def _not_made_for_others(self, wrong: Any, first: int, found: int, block_tokens: int) -> Any:
+        """Without tokens of the drafter's layer that vLLM's own cache may have for another prompt,
+        too: those at a block's end within what was found, since no block's key tells what follows.
+        """
+        tokens = first + wrong
+        at_end = tokens % block_tokens >= block_tokens - self._read_ahead
+        return wrong[~(at_end & (tokens + self._read_ahead < found))]
+
+    def _forward_state(
+        self, rank: _Rank, name: str, group: int, start: int, digests: Sequence[bytes]
+    ) -> None:
+        """Checks the state before the step, and writes the one after it."""
+        size, table = self.groups[group].block_tokens, self._running[name].block_ids[group]
+        inside = self._checkpoint(group, start, len(digests))
+        after = table[(len(digests) - 1) // size]
+        assert after != NULL_BLOCK, f"{name}: no block for the state of group {group}"
+        for index, view in enumerate(rank.views[group]):
+            layer = group * _LAYERS_A_GROUP + index
+            if start:
+                before = table[(start - 1) // size]
+                expected = rank.rows(digests[start - 1 : start], layer, _STATE_BYTES)
+                if before == NULL_BLOCK or (view[before] != expected).any():
+                    raise WrongBytesError(
+                        f"{name}, layer {layer}, rank {rank.identity}: block {before} does not "
+                        f"hold the state after {start} tokens"
+                    )
+            view[after] = rank.rows(digests[-1:], layer, _STATE_BYTES)
+            if inside is not None and table[inside[1]] != NULL_BLOCK:
+                state = digests[inside[0] - 1 : inside[0]]
+                view[table[inside[1]]] = rank.rows(state, layer, _STATE_BYTES)
+
+    def _checkpoint(self, group: int, start: int, end: int) -> tuple[int, int] | None:
+        """The tokens of a state from inside a step, and its place in the table."""
+        if not self.groups[group].checkpoints:
+            return None
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
+        ((offset,), (column,)) = compute_mamba_prefill_checkpoints(
+            [end],
+            [end - start],
+            hash_block_size=self.scheduler.hash_block_size,
+            mamba_block_size=self.groups[group].block_tokens,
+            checkpoint_alignment=1,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=manager.cache_hit_alignment_tokens,
+        )
+        return (start + offset, column) if offset else None
 
     def _sample(self, output: Any) -> ModelRunnerOutput:
         """Verifies the step's drafts, and proposes those of the next one."""
@@ -611,7 +721,11 @@ class SimulatedEngine:
 
 
 def kv_cache_config(
-    num_blocks: int, groups: Sequence[Layers] = (Layers(),), *, mla: bool = False
+    num_blocks: int,
+    groups: Sequence[Layers] = (Layers(),),
+    *,
+    mla: bool = False,
+    mamba_cache_mode: str = "align",
 ) -> KVCacheConfig:
     """Three layers a group."""
     return KVCacheConfig(
@@ -620,7 +734,7 @@ def kv_cache_config(
         [
             KVCacheGroupSpec(
                 [f"layer.{index * _LAYERS_A_GROUP + layer}" for layer in range(_LAYERS_A_GROUP)],
-                layers.spec(mla=mla),
+                layers.spec(mla=mla, mamba_cache_mode=mamba_cache_mode),
             )
             for index, layers in enumerate(groups)
         ],

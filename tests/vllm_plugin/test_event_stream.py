@@ -19,10 +19,10 @@ import pytest
 import torch
 from servers import ServerProcess
 from simkit import ASK, C, StartEngine, prompt
-from simulator import BLOCK_TOKENS, SimulatedEngine, _sha256
+from simulator import BLOCK_TOKENS, Layers, SimulatedEngine, _sha256
 from tests.eventkit import Block, Consumer, assert_differ_in_place_only, decode, stored_blocks
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
@@ -31,6 +31,7 @@ from vllm.v1.engine.core import EngineCore
 
 from kvdock import Client
 from kvdock_vllm.events.published import Published
+from kvdock_vllm.vllm_groups import offers_states
 
 TOKENS = 3 * C
 PICTURES = [
@@ -171,6 +172,34 @@ def test_a_block_is_told_as_vllm_tells_it(
     other.until(lambda: len(other.blocks("CPU")) == blocks, "all blocks told by the other")
     for name, ours in other.blocks("CPU").items():
         assert ours == first.blocks("CPU")[name] | {"lora_id": 9 if "lora" in beside else None}
+
+
+@pytest.mark.skipif(not offers_states(), reason="refused with this version of vLLM")
+def test_a_state_is_told_under_the_name_that_vllm_gives_it(watch: Callable[..., Watched]) -> None:
+    first = watch(groups=(Layers(C, state=True), Layers(C)))
+    first.engine.generate(prompt(4 * C + 1))
+
+    def told(medium: str, kind: str) -> list[BlockStored]:
+        return [
+            event
+            for event in first.publisher.events
+            if isinstance(event, BlockStored) and event.medium == medium
+            if event.kv_cache_spec_kind == kind
+        ]
+
+    def tells_all() -> bool:
+        return bool(told("CPU", "mamba")) and len(told("CPU", "full_attention")) == 4
+
+    first.until(tells_all, "told all")
+    (theirs,), (ours,) = told("GPU", "mamba"), told("CPU", "mamba")
+    assert (ours.block_hashes, ours.group_idx) == (theirs.block_hashes, theirs.group_idx)
+    # vLLM names all tokens since the last state as this block's, and no parent. Ours is told as any
+    # block is, so that an index of prefixes can place it.
+    assert theirs.token_ids == prompt(4 * C + 1)[: 4 * C]
+    assert ours.token_ids == prompt(4 * C + 1)[3 * C : 4 * C]
+    assert ours.block_size == C
+    (block,) = [one for one in told("CPU", "full_attention") if one.token_ids == ours.token_ids]
+    assert ours.parent_block_hash == block.parent_block_hash is not None
 
 
 def through_msgpack(value: Any) -> Any:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
+    MambaManager,
     SlidingWindowManager,
 )
 from vllm.v1.kv_cache_interface import (
@@ -32,8 +33,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kvdock.types import GroupKind
 from kvdock_server.index import namespace as server
-from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
-from kvdock_vllm.vllm_groups import UnsupportedModelError, group_shapes
+from kvdock_vllm.engine.groups import GroupShape, chunk_tokens, fitting_chunk_tokens
+from kvdock_vllm.vllm_groups import UnsupportedModelError, group_shapes, offers_states
 
 SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
 LATENT: dict[str, Any] = {"num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
@@ -103,15 +104,22 @@ def test_kinds_and_windows(spec: KVCacheSpec, kind: GroupKind, tokens: int) -> N
     assert (shape.kind, shape.window_tokens) == (kind, tokens)
 
 
-def mamba() -> KVCacheSpec:
-    return MambaSpec(block_size=4, shapes=((2, 2),), dtypes=(torch.float32,))
+def mamba(block: int = 4) -> KVCacheSpec:
+    return MambaSpec(block_size=block, shapes=((2, 2),), dtypes=(torch.float32,))
+
+
+needs_states = pytest.mark.skipif(not offers_states(), reason="refused with this vLLM")
 
 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
         (lambda: SinkFullAttentionSpec(block_size=4, sink_len=4, **SIZES), "SinkFullAttentionSpec"),
-        (mamba, "MambaSpec"),
+        pytest.param(
+            mamba,
+            "recurrent state .MambaSpec.*vLLM 0.32",
+            marks=pytest.mark.skipif(offers_states(), reason="not refused with this vLLM"),
+        ),
         (lambda: full(non_causal=True), "non-causally"),
         pytest.param(
             lambda: SlidingWindowMLASpec(
@@ -145,7 +153,53 @@ def test_a_stage_without_a_layer_of_some_group_is_refused() -> None:
         group_shapes(KVCacheConfig(6, [], groups), "some/model")
 
 
+@needs_states
+def test_a_recurrent_layer_has_a_state() -> None:
+    ((alone,), hybrid) = shapes_of(mamba()), shapes_of(mamba(), full())
+    assert (alone.kind, alone.window_tokens) == (GroupKind.RECURRENT_STATE, 0)
+    assert [shape.is_state for shape in hybrid] == [True, False]
+    assert [shape.leaves_blocks_behind for shape in hybrid] == [True, False]
+
+
 # -- which blocks -----------------------------------------------------------------------------
+
+
+@needs_states
+@given(block=st.integers(1, 40), blocks=st.integers(1, 50), chunk_blocks=st.integers(1, 6))
+def test_of_a_state_the_last_block_is_needed(block: int, blocks: int, chunk_blocks: int) -> None:
+    (shape,) = shapes_of(mamba(block))
+    end = block * blocks
+    skipped = MambaManager.get_num_skipped_tokens(SimpleNamespace(), end)  # type: ignore[arg-type]
+    assert shape.first_needed_block(end) == skipped // block
+    assert shape.needed_blocks(0, end) == range(blocks - 1, blocks)
+    assert shape.needed_blocks(end - block, end) == range(blocks - 1, blocks)
+    # vLLM takes the block back when a token behind it is computed.
+    assert shape.left_behind_at(blocks - 1) == end + 1
+    assert shape.first_needed_block(end + 1) == blocks
+    chunk = shape.part(2, chunk_blocks * block)
+    assert (chunk.start, chunk.stop) == (3 * chunk_blocks - 1, 3 * chunk_blocks)
+    assert shape.part_blocks(chunk_blocks * block) == 1
+    assert shape.lacks_a_block_for_the_last_token
+
+
+@needs_states
+@pytest.mark.parametrize(
+    ("announced", "chosen", "blocks", "tokens"),
+    [
+        (256, None, [16], 16),
+        (32, None, [256, 256], 256),
+        (512, None, [256, 128], 256),
+        (32, 64, [16], 64),
+        (32, 300, [256], 512),
+    ],
+)
+def test_chunks_of_a_model_with_states_are_as_short_as_they_can_be(
+    announced: int, chosen: int | None, blocks: list[int], tokens: int
+) -> None:
+    states = shapes_of(*(mamba(block) for block in blocks))
+    assert chunk_tokens(announced, chosen, states) == tokens
+    attention = shapes_of(*(full(block) for block in blocks))
+    assert chunk_tokens(announced, None, attention) == fitting_chunk_tokens(announced, attention)
 
 
 @given(

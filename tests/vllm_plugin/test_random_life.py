@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 from kvdock import Client
 from kvdock.v1 import cache_pb2
 from kvdock_vllm.connector import KVDockConnector
+from kvdock_vllm.vllm_groups import offers_states
 
 C = CHUNK_TOKENS
 ASK = {"num_kvdock_extra_cached_tokens": None}
@@ -62,6 +63,12 @@ MODELS = [
 if not issubclass(KVDockConnector, SupportsHMA):
     MODELS = MODELS[:1]
 
+# Recurrent states, beside attention, beside attention and a window, and alone.
+STATE = Layers(C, state=True)
+if offers_states():
+    MODELS += [(STATE, Layers(C)), (Layers(C), STATE, Layers(C, window=100)), (STATE,)]
+    MODELS += [(Layers(C, state=True, checkpoints=True), Layers(C))]
+
 # Prompts are beginnings of few stems, so that they share prefixes, also in part.
 STEMS = [random_prompt(5 * C, seed=seed) for seed in (1, 2)]
 STEMS.append(STEMS[0][: 2 * C + 24] + random_prompt(3 * C, seed=3))
@@ -70,7 +77,8 @@ STEMS.append(STEMS[0][: 2 * C + 24] + random_prompt(3 * C, seed=3))
 def _few_blocks(groups: tuple[Layers, ...]) -> int:
     """The longest request fits with a little to spare, two of them do not."""
     longest = 5 * C + 90
-    return 20 + sum(-(-longest // layers.block_tokens) for layers in groups)
+    # Of states a request has the running one, that before it, and one more where it was offered.
+    return 20 + sum(3 if one.state else -(-longest // one.block_tokens) for one in groups)
 
 
 class EngineLife(RuleBasedStateMachine):
@@ -95,6 +103,8 @@ class EngineLife(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 3]),
         groups=st.sampled_from(MODELS),
         prefix_caching=st.sampled_from([True, True, False]),
+        interval=st.sampled_from([None, 1, 2 * C]),
+        match_unit=st.sampled_from([None, 16]),
         stem=st.sampled_from(STEMS),
         tokens=st.integers(C, 5 * C),
         count=st.integers(2, 4),
@@ -111,6 +121,8 @@ class EngineLife(RuleBasedStateMachine):
         drafts: int,
         groups: tuple[Layers, ...],
         prefix_caching: bool,
+        interval: int | None,
+        match_unit: int | None,
         stem: list[int],
         tokens: int,
         count: int,
@@ -120,10 +132,18 @@ class EngineLife(RuleBasedStateMachine):
     ) -> None:
         type(self).lives += 1
         beside: dict[str, Any] = {}
-        if order is not None and len(groups) == 1:
+        if order is not None and len(groups) == 1 and not groups[0].state:
             name = f"life {self.lives}"
             beside[order] = [child(name, load=kind, load_steps=3, hold_steps=hold_steps)]
         self._start_server()
+        settings: dict[str, Any] = {"enable_prefix_caching": prefix_caching}
+        extra_config: dict[str, Any] = {"kvdock.save_decode": save_decode}
+        if any(layers.state for layers in groups):
+            settings["enable_prefix_caching"] = True  # else there are no states to store
+            if interval is not None:
+                extra_config["kvdock.state_interval_tokens"] = interval
+            if match_unit is not None and len(groups) > 1:
+                settings["prefix_match_unit"] = match_unit
         self.engine = SimulatedEngine(
             self.model,
             self.server.address,
@@ -131,11 +151,12 @@ class EngineLife(RuleBasedStateMachine):
             tensor_size=ranks,
             mla=mla and not any(layers.piece for layers in groups),
             groups=groups,
-            enable_prefix_caching=prefix_caching,
             async_scheduling=async_scheduling,
-            drafts=drafts,
+            # vLLM refuses pieces with a drafter.
+            drafts=0 if any(layers.state or layers.piece for layers in groups) else drafts,
             max_num_seqs=4,
-            extra_config={"kvdock.save_decode": save_decode},
+            extra_config=extra_config,
+            **settings,
             **beside,
         )
         self.add_several_as_after_a_start(stem, tokens, count, more=20)

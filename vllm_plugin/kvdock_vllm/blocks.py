@@ -22,7 +22,7 @@ def follow_blocks(
             # The blocks that its stores read are not the request's any more.
             record.jobs.clear()
             if request_id not in loading:
-                record.set_tables([[] for _ in record.tables])
+                record.lose_blocks()
     for new in output.scheduled_new_reqs:
         record = records.get(new.req_id)
         if record is not None:
@@ -50,6 +50,9 @@ def blocks_written(shapes: Sequence[GroupShape], output: SchedulerOutput) -> Ite
         if block_ids is not None:
             resumed = request_id in cached.resumed_req_ids
             yield from _from_token(shapes, num_computed if resumed else 0, block_ids)
+    # A block that vLLM copies another one to need not be in any table.
+    for copy in getattr(output, "kv_cache_block_copies", None) or ():
+        yield copy.dst_block_id
 
 
 def tokens_computed(output: SchedulerOutput) -> dict[str, int]:

@@ -56,6 +56,9 @@ class Config:
     """``kvdock.transfer_mode``: ``auto`` (UNSPECIFIED), ``server`` or ``shared``."""
     mla_on_cpu: bool = False
     """``kvdock.mla_on_cpu``: use hits although they change what an MLA model on a CPU answers."""
+    state_interval_tokens: int | None = None
+    """``kvdock.state_interval_tokens``: also store a recurrent state that vLLM does not keep, where
+    the last one is so many tokens behind. Default: only those that vLLM keeps."""
     events: bool = True
     """``kvdock.events``: publish events of KVDock's cache, if the engine publishes KV events."""
     load_failure_policy: str = RECOMPUTE
@@ -143,6 +146,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, object], Any]]] = {
     "lookup_timeout_ms": ("lookup_timeout", _milliseconds),
     "transfer_mode": ("transfer_mode", _transfer_mode),
     "mla_on_cpu": ("mla_on_cpu", _switch),
+    "state_interval_tokens": ("state_interval_tokens", partial(_number, most=1 << 24)),
     "events": ("events", _switch),
     "load_failure_policy": ("load_failure_policy", _load_failure_policy),
 }

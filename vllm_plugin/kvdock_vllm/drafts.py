@@ -5,7 +5,8 @@ What they hold of a token depends on the tokens that follow it: of EAGLE on the 
 of MTP modules on as many as there are modules. A chunk's key does not commit to what follows. So of
 the last tokens of a hit the draft layers may hold what was made for another prompt. No answer
 changes, since the target verifies all drafts, but fewer of them are accepted. vLLM's own prefix
-cache ends such hits a block earlier. A hit of KVDock ends those few tokens earlier.
+cache ends such hits a block earlier. A hit of KVDock ends those few tokens earlier. Inside a hit
+both leave such tokens, where prompts once parted exactly at the end of a block or chunk.
 
 What a rejected draft token left is never stored: it is no token of the request.
 """

@@ -11,14 +11,18 @@ vLLM caches almost none of these blocks. It gives uncached blocks out first, mos
 step. A store that has not read a block by then loses its part for good, and with the part every hit
 whose window reaches over it.
 
-So such a block also gets one more reference, for the step in which a window leaves it behind. After
-the step it goes to the end of vLLM's queue of free blocks, so it is given out last. A
-store that is even slower is ended, like every store whose blocks are given out.
+So a block that a store reads gets one more reference for the step in which a window leaves it
+behind. After the step it goes to the end of vLLM's queue of free blocks, so it is given out last. A
+store that is even slower is ended, like every store whose blocks are given out. A recurrent state
+is left behind in the same way.
+
+Some engines zero blocks that they give out before any store can be ended. There a store keeps all
+its blocks until it has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,11 +38,11 @@ class Holds:
         self._puts_last = False
         # By job_id.
         self._of_windows: dict[int, list[KVCacheBlock]] = {}
-        self._of_finished: dict[int, list[KVCacheBlock]] = {}
+        self._until_stored: dict[int, list[KVCacheBlock]] = {}
 
     def __len__(self) -> int:
-        """How many stores have their blocks held."""
-        return len(self._of_windows.keys() | self._of_finished.keys())
+        """How many stores have blocks held."""
+        return len(self._of_windows.keys() | self._until_stored.keys())
 
     def bind(self, pool: BlockPool) -> None:
         """Takes vLLM's pool. Not every version's pool can put a block at the end of its queue:
@@ -54,12 +58,20 @@ class Holds:
         ``reading`` has the ids of those that are still the request's, by the job_id of the store
         that reads them.
         """
-        if self._pool is None:
-            return
         for job_id, block_ids in reading.items():
-            blocks = [self._pool.blocks[block_id] for block_id in block_ids]
-            self._pool.touch(blocks)
-            self._of_finished[job_id] = blocks
+            self._hold_until_stored(job_id, block_ids)
+
+    def admit(self, job_id: int, block_ids: Collection[int]) -> bool:
+        """Holds blocks that a request has until :meth:`release`. False if too many are held
+        already: vLLM must have as many free blocks as are held.
+        """
+        if self._pool is None:
+            return False
+        held = sum(map(len, self._until_stored.values()))
+        if held + len(block_ids) > self._pool.get_num_free_blocks():
+            return False
+        self._hold_until_stored(job_id, block_ids)
+        return True
 
     def renew(self, leaving: Mapping[int, Sequence[int]]) -> None:
         """Ends windows' holds and begins those of the next step. Called between two steps.
@@ -83,13 +95,19 @@ class Holds:
             self._of_windows[job_id] = used
 
     def release(self, job_id: int) -> None:
-        """Ends the holds on a store's blocks, if there are any."""
+        """A store has ended: ends the holds on its blocks, if there are any."""
         self._release_windows(job_id)
-        blocks = self._of_finished.pop(job_id, None)
+        blocks = self._until_stored.pop(job_id, None)
         if blocks:
             assert self._pool is not None
             # As vLLM frees a request's: the end of the prompt is given out first.
             self._pool.free_blocks(reversed(blocks))
+
+    def _hold_until_stored(self, job_id: int, block_ids: Collection[int]) -> None:
+        if self._pool is not None:
+            blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+            self._pool.touch(blocks)
+            self._until_stored.setdefault(job_id, []).extend(blocks)
 
     def _release_windows(self, job_id: int) -> None:
         blocks = self._of_windows.pop(job_id, None)

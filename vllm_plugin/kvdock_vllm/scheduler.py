@@ -46,6 +46,13 @@ from kvdock_vllm.metrics import Stats
 from kvdock_vllm.scheduler_link import SchedulerLink
 from kvdock_vllm.vllm_parallel import parallel_strategy
 from kvdock_vllm.vllm_records import Records
+from kvdock_vllm.vllm_states import (
+    StateBlocks,
+    forget_taken_states,
+    keep_loaded_state,
+    keeps_no_states,
+    warn_of_no_states,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,6 +100,9 @@ class SchedulerHalf:
         self._does_nothing = hits_change_answers(vllm_config, strategy, config)
         if self._does_nothing:
             warn_of_no_hits(vllm_config)
+        if keeps_no_states(kv_cache_config):
+            self._does_nothing = True
+            warn_of_no_states(vllm_config)
         self._relay = (
             Relay(vllm_config, kv_cache_config, config.address)
             if config.events and publishes_events(vllm_config)
@@ -117,7 +127,8 @@ class SchedulerHalf:
         alone = strategy.world_size == 1
         self._ended_loads = ended_loads.find(str(transfer.engine_id)) if alone else None
         self.holds = Holds()
-        self._stores_at_the_end = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
+        self.states = StateBlocks(shapes, config.state_interval_tokens)
+        self._keeps_blocks = _zeroes_blocks_unasked(vllm_config, kv_cache_config)
         # For the next step's metadata.
         self._last_stores: list[StoreSpec] = []
         self._of_finished: list[int] = []
@@ -206,7 +217,10 @@ class SchedulerHalf:
         if record.lookup is not None:
             self._stats.add("load_waits", self.waits.end(record.lookup))
         if num_external_tokens > 0:
-            self.loads.begin(record, num_external_tokens, self.link.usable)
+            load = self.loads.begin(record, num_external_tokens, self.link.usable)
+            if self.states:
+                end = record.state_tokens = load.first_token + load.num_tokens
+                load.is_shareable = keep_loaded_state(request, end)
             return
         record.admitted = True
         self.lookups.note_answer(record)
@@ -242,6 +256,7 @@ class SchedulerHalf:
             if self.others_loads.have_begun:
                 computed = tokens_computed(scheduler_output)
                 metadata.in_doubt = self.others_loads.begin_step(computed)
+            self.states.follow(self.records, scheduler_output)
             metadata.stores = self._plan_stores(scheduler_output)
             self.holds.renew(self.stores.leaving(scheduler_output.num_scheduled_tokens))
         except Exception:
@@ -257,7 +272,7 @@ class SchedulerHalf:
             if record is None:
                 continue
             self.lookups.note_answer(record)
-            if live is None or self._stores_at_the_end:
+            if live is None:
                 continue
             request = record.request
             computed = request.num_computed_tokens
@@ -296,7 +311,11 @@ class SchedulerHalf:
                 return None
             record.forget_lookup()
         num_tokens = record.say.tokens_to_store(num_tokens)
-        return self.stores.plan(record, num_tokens, target, held_from=held_from, is_last=is_last)
+        # Those of a request that has ended are held in any case.
+        admit = self.holds.admit if self._keeps_blocks and not is_last else None
+        return self.stores.plan(
+            record, num_tokens, target, held_from=held_from, is_last=is_last, admit=admit
+        )
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -351,6 +370,7 @@ class SchedulerHalf:
         request = record.request
         num_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
         record.set_tables(block_ids)
+        forget_taken_states(record, self._shapes, block_ids)
         spec = self._plan_store(record, num_tokens, live.prepared, is_last=True)
         if spec is not None:
             self._last_stores.append(spec)
@@ -430,10 +450,10 @@ def _set_load_failure_policy(transfer: Any, policy: str) -> None:
 
 def _zeroes_blocks_unasked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether vLLM zeroes blocks that it gives out before a connector can end the stores that read
-    them. Then only blocks of finished requests may be stored, since vLLM holds these.
+    them. Then a store keeps its blocks until it has ended, so that they are not given out.
 
-    The V2 runner of vLLM 0.32 and 0.33 does so with caches of several precisions: in
-    ``update_requests``, before ``handle_preemptions``.
+    The V2 runner of vLLM 0.32 and 0.33 does so with caches of several precisions and with recurrent
+    states: in ``update_requests``, before ``handle_preemptions``.
     """
     zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
     return bool(zeroes and getattr(vllm_config, "use_v2_model_runner", True))

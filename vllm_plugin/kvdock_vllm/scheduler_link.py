@@ -12,7 +12,7 @@ from kvdock.types import Namespace, SessionRole
 from kvdock_vllm.config import Config
 from kvdock_vllm.engine.autostart import Autostart
 from kvdock_vllm.engine.breaker import Breaker
-from kvdock_vllm.engine.groups import GroupShape, fitting_chunk_tokens
+from kvdock_vllm.engine.groups import GroupShape, chunk_tokens
 from kvdock_vllm.engine.link import Link, Live
 from kvdock_vllm.engine.parallel import ParallelStrategy
 from kvdock_vllm.engine.resets import Resets
@@ -136,23 +136,22 @@ class SchedulerLink:
 
     def _prepare_session(self, client: Client, session: Session) -> Target:
         """Registers the namespace. Runs on the link's thread."""
-        announced = self._chunk_tokens or session.chunk_tokens
-        if announced < 1:
+        if not self._chunk_tokens and session.chunk_tokens < 1:
             raise ServerError("the server announced chunks of 0 tokens; set kvdock.chunk_tokens")
-        chunk_tokens = fitting_chunk_tokens(announced, self._shapes)
-        if chunk_tokens not in self._namespaces:
-            self._namespaces[chunk_tokens] = derive_namespace(
+        tokens = chunk_tokens(session.chunk_tokens, self._chunk_tokens, self._shapes)
+        if tokens not in self._namespaces:
+            self._namespaces[tokens] = derive_namespace(
                 self._vllm_config,
                 self._model_facts,
                 self._strategy.as_workers_say(worker.use_mla for worker in self._workers.values()),
                 self._shapes,
                 self._workers,
-                chunk_tokens,
+                tokens,
             )
-        namespace = self._namespaces[chunk_tokens]
+        namespace = self._namespaces[tokens]
         session.register_namespace(namespace)
         self.resets.clear(client, namespace.name)
-        _log.info("namespace %s, chunks of %d tokens", namespace.name, chunk_tokens)
+        _log.info("namespace %s, chunks of %d tokens", namespace.name, tokens)
         if self.relay is not None:
             self.relay.follow(namespace.name, has_log=session.info.event_log)
-        return Target(session.epoch, namespace.name, chunk_tokens, session.info.event_log)
+        return Target(session.epoch, namespace.name, tokens, session.info.event_log)

@@ -15,6 +15,13 @@ class UnsupportedModelError(ValueError):
     """The form of the model's KV cache is not supported. The message names the form."""
 
 
+def offers_states() -> bool:
+    """Whether this version of vLLM tells a connector which blocks hold a state."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+
+
 def group_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
     """The specs of a group's layers, or one spec if all layers have the same."""
     spec: Any = group.kv_cache_spec
@@ -65,6 +72,7 @@ def _kind_and_window(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
+        MambaSpec,
         SlidingWindowSpec,
     )
 
@@ -75,6 +83,13 @@ def _kind_and_window(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     if name == "SinkFullAttentionSpec":
         # Since 0.32 vLLM may give the blocks of the sinks to requests.
         raise UnsupportedModelError(f"it keeps attention sinks in blocks of their own ({name})")
+    if isinstance(spec, MambaSpec):
+        if not offers_states():
+            raise UnsupportedModelError(
+                f"it has recurrent state ({name}), and this version of vLLM does not tell a "
+                "connector where a state is; vLLM 0.32 and 0.33 do"
+            )
+        return GroupKind.RECURRENT_STATE, 0
     known = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
     if not isinstance(spec, known) or name in refused:
         raise UnsupportedModelError(f"it has a KV cache of kind {name}")

@@ -30,7 +30,7 @@ def group_layout(
             raise UnsupportedLayoutError(f"vLLM registered no KV cache for layer {name}")
         spec: Any = per_layer.get(name, group_spec)
         tensor = kv_caches[name]
-        page_bytes = getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)
+        page_bytes = _page_bytes(spec)
         found = layer_regions(tensor, num_blocks)
         if (held := sum(region.page_bytes for region in found)) != page_bytes:
             raise UnsupportedLayoutError(
@@ -41,8 +41,35 @@ def group_layout(
         if all(region in regions for region in found):
             continue
         regions.update(dict.fromkeys(found))
-        pages.append(f"{name}:{page_bytes}:{page_order(tensor, num_blocks)}")
+        order = _state_order(spec) or page_order(tensor, num_blocks)
+        pages.append(f"{name}:{page_bytes}:{order}")
     return GroupLayout(num_blocks, tuple(regions), tuple(pages))
+
+
+def _page_bytes(spec: Any) -> int:
+    """Bytes of a layer's page, without what pads it to the size of other layers' pages."""
+    if _is_state(spec):
+        return int(spec.real_page_size_bytes)
+    return int(getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes))
+
+
+def _state_order(spec: Any) -> str:
+    """What a state's page consists of: tensors of which vLLM shows only the bytes. Empty if the
+    layer has no state.
+    """
+    if not _is_state(spec):
+        return ""
+    parts = ",".join(
+        f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    return f"{spec.mamba_type.name}({parts})"
+
+
+def _is_state(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return isinstance(spec, MambaSpec)
 
 
 def layers_of_blocks(

@@ -30,6 +30,7 @@ from kvdock_vllm.metadata import StepMetadata, WorkerDescription, WorkerReport
 from kvdock_vllm.metrics import Stats, workers_gauge
 from kvdock_vllm.vllm_layout import group_layout
 from kvdock_vllm.vllm_parallel import parallel_strategy
+from kvdock_vllm.vllm_states import keeps_no_states
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,9 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._strategy = parallel_strategy(vllm_config, kv_cache_config, is_worker=True)
         self._transfer_mode = config.transfer_mode
-        self._does_nothing = hits_change_answers(vllm_config, self._strategy, config)
+        self._does_nothing = keeps_no_states(kv_cache_config) or hits_change_answers(
+            vllm_config, self._strategy, config
+        )
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self.description: WorkerDescription | None = None
         """For the scheduler's half. None before :meth:`register_kv_caches`."""
@@ -184,7 +187,8 @@ class WorkerHalf:
             # Some versions of vLLM skip wait_for_save in a step without computation.
             self.stores.begin()
         if metadata is not None and metadata.has_waiting:
-            self.stores.free_finished()
+            # Where blocks are zeroed, a store may keep its blocks until it has ended (holds.py).
+            self.stores.free_held(all_hold=self._zeroes_blocks)
         if metadata is not None and idle and self.loads.under_way:
             self._wait_for_loads(begins=bool(metadata.loads))
         self.link.something_ended.clear()

@@ -46,7 +46,7 @@ class LoadWaits:
         self._loads = loads
         self._has_prefix_cache = has_prefix_cache
         self._block_tokens = fitting_chunk_tokens(1, shapes)
-        self._has_windows = any(shape.window_tokens for shape in shapes)
+        self._brings_only_the_end = any(shape.leaves_blocks_behind for shape in shapes)
         self._waits: WeakKeyDictionary[Lookup, _Wait] = WeakKeyDictionary()
 
     def end(self, lookup: Lookup) -> bool:
@@ -87,11 +87,13 @@ class LoadWaits:
         """Whether the load brings enough of the lookup's hit."""
         if load.is_lost or load.lookup is None or load.lookup.live is not lookup.live:
             return False
+        if not load.is_shareable:
+            return False
         common = _common_length(load.lookup.keys, lookup.keys) * lookup.target.chunk_tokens
         most_tokens = min(common, most_tokens)
         load_end = load.first_token + load.loaded_tokens
-        if self._has_windows and load_end > most_tokens:
-            # Of a window the load brings only what is needed at its end.
+        if self._brings_only_the_end and load_end > most_tokens:
+            # Of a window or state the load brings only what is needed at its end.
             return False
         begin = lookup.num_computed_tokens
         shared = min(most_tokens, load_end) - max(load.first_token, begin)

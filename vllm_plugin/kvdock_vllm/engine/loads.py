@@ -34,6 +34,8 @@ class PendingLoad:
     """Tokens from the first on that no worker reported as failed."""
     is_lost: bool = False
     """The engine will not keep what the load brings."""
+    is_shareable: bool = True
+    """When the load has ended, other requests find what it brought in the engine's own cache."""
 
     @property
     def has_failed(self) -> bool:
@@ -87,7 +89,7 @@ class Loads:
         """
         return [*self.under_way.values(), *self._just_ended]
 
-    def begin(self, record: Record, num_tokens: int, usable: Live[Target] | None) -> None:
+    def begin(self, record: Record, num_tokens: int, usable: Live[Target] | None) -> PendingLoad:
         """Begins to load ``num_tokens`` tokens behind those computed when the hit was told.
 
         The hit is void unless its session is ``usable``. Frees locks that the load does not need.
@@ -128,10 +130,11 @@ class Loads:
             hit.keep(groups)
         target = hit.target if hit is not None else None
         spec = LoadSpec(request_id, tuple(groups), self._all_or_nothing, target)
-        self.under_way[request_id] = PendingLoad(
+        load = self.under_way[request_id] = PendingLoad(
             lookup, spec, first_token, num_tokens, num_tokens, is_lost=target is None
         )
         self._new.append(spec)
+        return load
 
     def take_new(self) -> list[LoadSpec]:
         """The loads that the workers were not told of yet. Called once in each step."""

@@ -76,6 +76,11 @@ class Record:
     """Epoch of the server for which ``stored_chunks`` holds."""
     retry_at: float = 0.0
     say: Say = NOTHING_SAID
+    states: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Blocks that hold a recurrent state and are not stored yet, by the group's position and the
+    number of tokens that the state has seen."""
+    state_tokens: int = 0
+    """Tokens that the last state noted, or loaded, has seen."""
     jobs: set[int] = field(default_factory=set)
     """job_ids of stores under way that read the request's blocks."""
     admitted: bool = False
@@ -107,6 +112,17 @@ class Record:
 
     def set_tables(self, tables: Sequence[Sequence[int]]) -> None:
         self.tables = [list(table) for table in tables]
+
+    def lose_blocks(self) -> None:
+        """The engine has taken all blocks from the request."""
+        self.set_tables([[] for _ in self.tables])
+        self.states.clear()
+        self.state_tokens = 0
+
+    def forget_states(self, num_tokens: int) -> None:
+        """Forgets the noted states that have seen no more than ``num_tokens`` tokens."""
+        if self.states:
+            self.states = {key: block for key, block in self.states.items() if key[1] > num_tokens}
 
     def extend_tables(self, tables: Sequence[Sequence[int]]) -> None:
         for table, more in zip(self.tables, tables, strict=True):

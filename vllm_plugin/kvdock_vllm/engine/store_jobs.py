@@ -122,11 +122,13 @@ class StoreJobs:
         under_way = {job.spec.job_id for job in self.under_way}
         self._of_finished.update(under_way.intersection(job_ids))
 
-    def free_finished(self) -> None:
-        """Gives up the stores of finished requests, if the server keeps them waiting."""
-        if self._of_finished and self._readers.is_late:
+    def free_held(self, *, all_hold: bool) -> None:
+        """Gives up the stores that keep the engine from giving out their blocks, if the server
+        keeps them waiting. These are the stores of finished requests, or all if ``all_hold``.
+        """
+        if (self._of_finished or all_hold) and self._readers.is_late:
             for job in self.under_way:
-                if job.spec.job_id in self._of_finished:
+                if all_hold or job.spec.job_id in self._of_finished:
                     self._give_up(job)
 
     def make_way(self, job_ids: Iterable[int]) -> None:

@@ -5,6 +5,9 @@ what a window needs after the chunk it also needs in this step. Later a part may
 refused store is offered again. The other groups' parts are stored without it, and no hit ends
 there. Only without windows do chunks of generated tokens wait for others, or for the request's end.
 
+Of a recurrent state most chunks have no part. Those that have one are noted in the record, and are
+stored with the next plan.
+
 A store reads blocks for a while after the step. Those of a finished request are held meanwhile
 (holds.py). But the engine gives away the blocks of a preempted one, and those that a window has
 left behind. So each step names the stores whose blocks others will write to, and the workers end
@@ -39,6 +42,9 @@ Describe = Callable[[Any, LoRA | None, GroupShape, range, int], tuple[ChunkEvent
 """Describes for events one group's parts in a range of chunks of a request with that adapter. The
 last argument is the number of tokens a chunk."""
 
+Admit = Callable[[int, frozenset[int]], bool]
+"""Whether a store of that job_id may read these blocks."""
+
 
 @dataclass(slots=True)
 class _PendingStore:
@@ -47,8 +53,8 @@ class _PendingStore:
     record: Record
     block_ids: frozenset[int]
     of_windows: list[tuple[int, tuple[int, ...]]]
-    """For each part of a window: the number of computed tokens at which its first block is left
-    behind, and its blocks. Sorted by that number."""
+    """For each part of a window or state: the number of computed tokens at which its first block is
+    left behind, and its blocks. Sorted by that number."""
     workers: int
     """How many workers have not reported yet."""
 
@@ -70,6 +76,8 @@ class Stores:
             range(len(shapes)), key=lambda n: shapes[n].kind is not GroupKind.FULL_ATTENTION
         )
         self._has_windows = any(shape.window_tokens for shape in shapes)
+        # A state stands for its whole prefix. Alone it has no parts before it to follow.
+        self._has_only_states = all(shape.is_state for shape in shapes)
         self._read_scope = read_scope
         self._describe = describe
         self._workers = workers
@@ -89,13 +97,14 @@ class Stores:
         *,
         held_from: int = 0,
         is_last: bool = False,
+        admit: Admit | None = None,
     ) -> StoreSpec | None:
         """The store of what is complete within a request's first ``num_tokens`` tokens and was not
         offered yet, or None.
 
         ``held_from`` is a number of computed tokens: blocks that windows no longer need after them
         may be gone. 0: the record's tables tell what is gone. ``is_last``: the request has ended,
-        so a refused chunk cannot be offered later.
+        so a refused chunk cannot be offered later. A store that ``admit`` refuses is not planned.
         """
         if record.stored_epoch != target.epoch:
             record.stored_epoch, record.stored_chunks = target.epoch, 0
@@ -115,21 +124,27 @@ class Stores:
         end = min(len(keys), first + _MOST_CHUNKS, *complete)
         if end <= first:
             return None
+        groups: list[GroupStore] = []
+        for position in self._positions:
+            if self._shapes[position].is_state:
+                groups += self._state_stores(record, position, keys, first, end, target)
+            else:
+                group = self._group_store(record, position, keys, first, end, target, held_from)
+                groups += [group] if group is not None else []
+        block_ids = frozenset(block for group in groups for block in group.block_ids)
+        if groups and admit is not None and not admit(self._num_jobs + 1, block_ids):
+            record.retry_at = time.monotonic() + _RETRY_SECONDS
+            return None
         record.stored_chunks = end
-        groups = tuple(
-            group
-            for position in self._positions
-            if (group := self._group_store(record, position, keys, first, end, target, held_from))
-        )
+        record.forget_states(end * chunk_tokens)
         if not groups:
             return None
         self._num_jobs += 1
         job_id = self._num_jobs
         record.jobs.add(job_id)
-        block_ids = frozenset(block for group in groups for block in group.block_ids)
         of_windows = sorted(self._of_windows(groups, chunk_tokens))
         self._jobs[job_id] = _PendingStore(record, block_ids, of_windows, self._workers)
-        return StoreSpec(job_id, record.request.request_id, groups, target)
+        return StoreSpec(job_id, record.request.request_id, tuple(groups), target)
 
     def _waits_for_more(
         self, record: Record, num_tokens: int, first_token: int, chunk_tokens: int
@@ -137,6 +152,7 @@ class Stores:
         """Whether what is complete from ``first_token`` on was generated, and is too little."""
         return (
             not self._has_windows
+            and not record.states
             and first_token + chunk_tokens > record.request.num_prompt_tokens
             and num_tokens - first_token < _GENERATED_TOKENS
         )
@@ -181,13 +197,45 @@ class Stores:
             priority=record.say.priority,
         )
 
+    def _state_stores(
+        self,
+        record: Record,
+        position: int,
+        keys: Sequence[bytes],
+        first: int,
+        end: int,
+        target: Target,
+    ) -> Iterator[GroupStore]:
+        """One for each state of a group that is noted at the end of one of chunks [first, end)."""
+        shape = self._shapes[position]
+        for chunk in range(first, end):
+            block = record.states.get((position, (chunk + 1) * target.chunk_tokens))
+            if block is None:
+                continue
+            chunks = range(chunk, chunk + 1)
+            yield GroupStore(
+                position=position,
+                group_idx=shape.group_idx,
+                first_chunk=chunk,
+                parent=keys[chunk - 1] if chunk and not self._has_only_states else b"",
+                keys=(keys[chunk],),
+                block_ids=(block,),
+                event_data=self._describe(
+                    record.request, record.adapter, shape, chunks, target.chunk_tokens
+                )
+                if target.event_log
+                else (),
+                keep=record.say.keep,
+                priority=record.say.priority,
+            )
+
     def _of_windows(
         self, groups: Iterable[GroupStore], chunk_tokens: int
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Unsorted entries for ``_PendingStore.of_windows``."""
         for group in groups:
             shape = self._shapes[group.position]
-            if not shape.window_tokens:
+            if not shape.leaves_blocks_behind:
                 continue
             in_part = shape.part_blocks(chunk_tokens)
             for index in range(len(group.keys)):
@@ -211,8 +259,8 @@ class Stores:
         }
 
     def leaving(self, num_scheduled: Mapping[str, int]) -> dict[int, list[int]]:
-        """For each store the blocks of its parts that windows leave behind with the next step, or
-        left behind before. ``num_scheduled`` has the tokens that this step computes, by request.
+        """For each store the blocks of its parts that are left behind with the next step, or were
+        before. ``num_scheduled`` has the tokens that this step computes, by request.
         """
         found: dict[int, list[int]] = {}
         for job_id, job in self._jobs.items():
