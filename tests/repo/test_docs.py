@@ -26,6 +26,38 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not missing
 
 
+def test_links_lead_to_headings() -> None:
+    """As GitHub makes a heading's anchor."""
+    anchors = {}
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        plain = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
+        anchors[page.resolve()] = {title.replace(" ", "-") for title in plain}
+    links = [
+        (page, target, anchor)
+        for page in PAGES
+        for target, anchor in re.findall(r"\]\(([^)#:]*\.md|)#([^)]+)\)", page.read_text())
+    ]
+    assert len(links) > 10
+    for page, target, anchor in links:
+        led_to = (page.parent / target).resolve() if target else page
+        assert anchor in anchors[led_to], (page.name, target, anchor)
+
+
+def test_each_row_of_models_is_run_by_something() -> None:
+    page = (REPOSITORY / "docs" / "models.md").read_text()
+    table = page.partition("| model or deployment |")[2].partition("\n\n")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines()[2:]]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)`", row[-1])
+        assert named, row
+        for path in named:
+            roots = (REPOSITORY, REPOSITORY / "tests")
+            assert any((root / path).exists() for root in roots), path
+
+
 def test_the_walks_name_files_and_functions_that_exist() -> None:
     page = (REPOSITORY / "CONTRIBUTING.md").read_text()
     walks = page.partition("## Three walks")[2].partition("\n## ")[0]

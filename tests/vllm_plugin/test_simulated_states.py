@@ -21,6 +21,7 @@ from simkit import (
 from simulator import Layers, Outcome, SimulatedEngine, WrongBytesError
 
 from kvdock import Client
+from kvdock.keys import chunk_keys
 from kvdock.types import ChunkStatus, GroupKind
 from kvdock_vllm import scheduler as scheduler_module
 from kvdock_vllm.engine.transfers.shared import SharedTransfers
@@ -358,6 +359,32 @@ def test_without_its_state_a_prefix_is_no_hit(start_engine: StartEngine, kvdock:
     assert extra(run(start_engine(groups=HYBRID), prompt(4 * C + 1))) == 0
     # Which stored it.
     assert extra(run(start_engine(groups=HYBRID), prompt(4 * C + 1))) == 4 * C
+
+
+def test_a_hit_ends_at_the_last_state_that_every_group_has(start_engine: StartEngine) -> None:
+    groups = MODELS["several, of which one is after it"]
+    settings: dict[str, Any] = {
+        "groups": groups,
+        "extra_config": {"kvdock.state_interval_tokens": 1},
+    }
+    tokens = prompt(5 * C + 1)
+    keys = chunk_keys(tokens, C)
+    stored = SharedTransfers.store
+    refused: set[bytes] = set()
+
+    def without_the_last_two(self: SharedTransfers, request: Any) -> Any:
+        """And what one group stores together with them."""
+        if request.group.position == 2 and not set(keys[3:]).isdisjoint(request.group.keys):
+            refused.update(request.group.keys)
+            return [ChunkStatus.NO_MEMORY] * len(request.group.keys)
+        return stored(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedTransfers, "store", without_the_last_two)
+        run(start_engine(**settings, max_num_batched_tokens=C), tokens)
+    first = min(map(keys.index, refused))
+    assert 0 < first <= 3
+    assert extra(run(start_engine(**settings), tokens)) == first * C
 
 
 # -- one load for several ---------------------------------------------------------------------
