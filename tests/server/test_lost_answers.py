@@ -122,6 +122,16 @@ def test_clear_and_evict(wire: Wire) -> None:
     assert [wire.admin.Clear(clear, timeout=DEADLINE).parts for _ in range(2)] == [1, 0]
 
 
+def test_pin_and_unpin(wire: Wire) -> None:
+    wire.put([key(1), key(2)], [bytes(SHARD)] * 2)
+    keep = types.Keep(pin="mine")
+    pin = admin_pb2.PinRequest(namespace="n", keys=[key(1), key(2)], keep=keep)
+    assert [wire.admin.Pin(pin, timeout=DEADLINE).kept_chunks for _ in range(2)] == [2, 2]
+    assert wire.status().pins.parts == 2
+    unpin = admin_pb2.UnpinRequest(pin="mine")
+    assert [wire.admin.Unpin(unpin, timeout=DEADLINE).parts for _ in range(2)] == [2, 0]
+
+
 def test_a_retrieve_in_shared_mode(wire: Wire) -> None:
     wire.put([key(1)], [bytes(SHARD)])
     session = WireSession(wire)
