@@ -150,10 +150,16 @@ def cold(example_first: EngineProcess) -> list[list[int]]:
     return tokens([salted[0], answers[0], answers[1], salted[1]])
 
 
+@pytest.fixture(scope="module")
+def loaded_by_example(example_first: EngineProcess, cold: list[list[int]]) -> list[Generation]:
+    """ExampleConnector has loaded all prompts, and KVDock stored them."""
+    return ask(example_first, ALL)
+
+
 def test_the_example_first_loads_whole_prompts_and_kvdock_the_others(
-    example_first: EngineProcess, cold: list[list[int]]
+    example_first: EngineProcess, cold: list[list[int]], loaded_by_example: list[Generation]
 ) -> None:
-    answers = ask(example_first, ALL)
+    answers = loaded_by_example
     assert tokens(answers) == cold
     aligned = [(len(prompt) - 2) // BLOCK * BLOCK for prompt in ALL]
     assert [answer.num_cached_tokens for answer in answers] == aligned
@@ -163,6 +169,7 @@ def test_the_example_first_loads_whole_prompts_and_kvdock_the_others(
     assert loaded(answer) == answer.num_cached_tokens == 5 * CHUNK
 
 
+@pytest.mark.usefixtures("loaded_by_example")
 def test_kvdock_first_loads_all_that_it_has(
     server: ServerProcess, model: Path, folder: Path, cold: list[list[int]]
 ) -> None:

@@ -157,6 +157,19 @@ def test_what_others_named_is_one_line_of_vllms_log(
     assert len(logging.getLogger("kvdock_vllm").handlers) == 1
 
 
+def test_what_was_not_logged_before_the_start_is_logged_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = logging.getLogger("kvdock_vllm"), logging.getLogger("vllm")
+    monkeypatch.setattr(ours, "parent", logging.Logger("silent", logging.WARNING))
+    ours.setLevel(ours.level)  # forgets what other tests asked
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    early = logging.getLogger("kvdock_vllm.early")
+    assert not early.isEnabledFor(logging.INFO)
+    plugin.register()
+    assert early.isEnabledFor(logging.INFO)
+
+
 def test_counters_add_up_and_can_be_shown() -> None:
     one, other = Stats(), Stats()
     one.add("stored_chunks", 2)

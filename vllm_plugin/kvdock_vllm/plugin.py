@@ -36,6 +36,8 @@ def _log_below_vllm() -> None:
     """Puts our logger below vLLM's, since vLLM shows only what is logged there."""
     ours, theirs = logging.getLogger("kvdock_vllm"), logging.getLogger("vllm")
     ours.parent = theirs
+    # Loggers remember what their parents let through. This makes them forget it.
+    ours.setLevel(ours.level)
     # Without any handler Python itself prints warnings. A handler of ours would stop that.
     if theirs.hasHandlers() and not any(isinstance(one, PrintableLog) for one in ours.handlers):
         ours.addHandler(PrintableLog())
