@@ -35,6 +35,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CONFIGURE_LOGGING": "1",  # tests without engines turn it off
     "HF_HUB_OFFLINE": "1",
 }
 
